@@ -1,0 +1,1 @@
+"""Operations with several implementations: plain XLA (the definition), Mosaic for TPU, Triton for GPUs."""

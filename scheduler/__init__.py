@@ -1,0 +1,1 @@
+"""Host side of the paged runtime: pages, slots, sequences, planning and the scheduling loop."""

@@ -1,0 +1,1 @@
+"""Pure layer functions `(weights, inputs, ...) -> outputs`, one file a concept."""
