@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+NESTING_LIMIT = 128
+"""Deepest list or object accepted anywhere; far below what makes Python's own reader and writer fail."""
 
 
 class Decoded(NamedTuple):
@@ -38,15 +42,28 @@ def decode_json(text: str) -> Decoded | None:
 
     Returns:
       None for everything a client could not read back: malformed text, `NaN` and infinities, numbers past a double,
-      integers past Python's digit limit, nesting past the recursion limit, and strings with a lone surrogate.
+      integers past Python's digit limit, nesting past `NESTING_LIMIT`, and strings with a lone surrogate.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        if "\\u" in text:
-            canonical_json(value).encode()  # an escaped surrogate half cannot be sent as UTF-8
     except (ValueError, RecursionError):
         return None
+    if text.count("[") + text.count("{") > NESTING_LIMIT and is_nested_too_deeply(value):
+        return None
+    if "\\u" in text and unencodable(canonical_json(value)) is not None:
+        return None
     return Decoded(value)
+
+
+def is_nested_too_deeply(value: Any) -> bool:
+    """Whether lists and objects stand deeper in each other than `NESTING_LIMIT`."""
+    level = [value]
+    for _ in range(NESTING_LIMIT + 1):
+        containers = [item for item in level if isinstance(item, Mapping | list | tuple)]
+        if not containers:
+            return False
+        level = [child for item in containers for child in (item.values() if isinstance(item, Mapping) else item)]
+    return True
 
 
 def canonical_json(value: Any) -> str:
@@ -54,7 +71,6 @@ def canonical_json(value: Any) -> str:
 
     Raises:
       ValueError: for NaN or an infinity.
-      RecursionError: for a value nested too deeply.
       TypeError: for a value that JSON has no form for.
     """
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from v41jax.protocol.errors import Fault, ProtocolError, shorten
-from v41jax.protocol.json_text import canonical_json, unencodable
+from v41jax.protocol.json_text import NESTING_LIMIT, canonical_json, is_nested_too_deeply, unencodable
 from v41jax.protocol.tokens import IMAGE
 
 SEPARATOR = "::"
@@ -165,11 +165,11 @@ def qualified_name(
 
 def schema_text(value: Any, param: str, faults: list[Fault]) -> str | None:
     """Canonical JSON of a caller's schema, or None after adding a fault for what cannot be shown to the model."""
+    if is_nested_too_deeply(value):
+        faults.append(Fault(param, f"is nested more than {NESTING_LIMIT} levels deep"))
+        return None
     try:
         text = canonical_json(value)
-    except RecursionError:
-        faults.append(Fault(param, "is nested too deeply"))
-        return None
     except (ValueError, TypeError) as error:
         faults.append(Fault(param, f"is not JSON: {error}"))
         return None
