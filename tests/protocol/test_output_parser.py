@@ -323,9 +323,9 @@ def test_a_malformed_head_costs_only_its_own_value(head: str):
 
 
 def test_a_head_cut_by_a_tag_is_dropped_and_the_tag_counts():
-    text = CALLS + inv("f") + "<｜DSML｜ parameter " + END_INV + inv("g") + END_INV + END_CALLS
+    text = CALLS + inv("f") + "<｜DSML｜ parameter " + p("b", "false") + "8" + END_P + END_INV + END_CALLS
     for pieces in ([text], text):
-        assert run(pieces)[1].calls == (ToolCall("f", "{}"), ToolCall("g", "{}"))
+        assert run(pieces)[1].calls == (ToolCall("f", '{"b": 8}'),)
 
 
 def coerced(value: str, attribute: str | None, tools=None, key: str = "a", name: str = "f") -> object:
@@ -405,9 +405,19 @@ def test_a_wrapper_of_all_arguments_is_taken_off(key: str, attribute: str, value
     assert json.loads(parse_reply(text, False).calls[0].arguments) == kept  # nothing is known to be declared
 
 
-def test_a_wrapper_with_company_stays():
-    text = weather_call(p("input", "false") + '{"city": "x"}' + END_P, p("days", "false") + "2" + END_P)
-    assert run([text], tools=normalize_tools([WEATHER]))[1].calls[0].arguments == '{"input": {"city": "x"}, "days": 2}'
+@pytest.mark.parametrize("company", [("days", "2"), ("other", '{"city": "y"}')])
+def test_a_wrapper_with_company_stays(company: tuple[str, str]):
+    key, value = company
+    text = weather_call(p("input", "false") + '{"city": "x"}' + END_P, p(key, "false") + value + END_P)
+    expected = f'{{"input": {{"city": "x"}}, "{key}": {value}}}'
+    assert run([text], tools=normalize_tools([WEATHER]))[1].calls[0].arguments == expected
+
+
+def test_a_wrapper_whose_company_was_cut_is_alone():
+    text = CALLS + inv("get_weather") + p("input", "false") + '{"city": "x"}' + END_P + p("days", "false") + "[1"
+    for pieces in ([text], text):
+        reply = run(pieces, tools=normalize_tools([WEATHER]))[1]
+        assert reply.calls == (ToolCall("get_weather", '{"city": "x"}', True),)
 
 
 def test_a_declared_parameter_called_input_is_no_wrapper():
