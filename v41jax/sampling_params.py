@@ -183,7 +183,7 @@ class _Reader:
 
     def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
         value = getattr(self.params, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+        if not isinstance(value, int | float) or isinstance(value, bool) or value != value:  # NaN
             self.fault(name, f"must be a number, got {shorten(value)}")
         elif not low <= value <= high or (above and value == low):
             span = f"above {low} and at most {high}" if above else f"from {low} to {high}"

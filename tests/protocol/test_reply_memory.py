@@ -19,7 +19,7 @@ def spelled(text: str) -> list[int]:
 def remember(
     memory: ReplyMemory, ids: list[int], messages=QUESTION, mode: str = "chat", text: str | None = None
 ) -> bool:
-    prompt = encode_chat(messages, thinking_mode=mode, tokenizer=tokenizer())
+    prompt = encode_chat(messages, thinking_mode=mode, tokenizer=tokenizer(), replies=memory)
     text = tokenizer().decode(ids) if text is None else text
     return memory.remember(prompt, ids, text, parse_reply(text, prompt.starts_in_reasoning), tokenizer())
 
@@ -48,6 +48,45 @@ def test_a_reply_is_recalled_for_its_own_text_only():
     assert ids_after(ReplyMemory(), {"role": "assistant", "content": "hello world"}) == tokenizer().encode(
         "hello world"
     )
+
+
+def test_the_newest_reply_with_a_text_counts():
+    memory = ReplyMemory()
+    message = {"role": "assistant", "content": "hello world"}
+    for ids in (spelled("hello world"), tokenizer().encode("hello world"), spelled("hello") + spelled(" world")):
+        assert remember(memory, ids)
+        assert ids_after(memory, message) == ids
+
+
+def test_a_reply_is_recalled_in_its_own_conversation_only():
+    """Another client's conversation must not depend on how a model once cut the same words."""
+    memory = ReplyMemory()
+    assert remember(memory, spelled("hello world"))
+    reply = {"role": "assistant", "content": "hello world"}
+    for messages in ([{"role": "user", "content": "other"}, reply], [*QUESTION, reply, *QUESTION, reply]):
+        prompt = encode_chat(messages, thinking_mode="chat", tokenizer=tokenizer(), replies=memory)
+        assert prompt.token_ids[-2 - len(tokenizer().encode("hello world")) + 1 : -1] == tokenizer().encode(
+            "hello world"
+        )
+
+
+def test_replies_of_one_conversation_build_on_each_other():
+    memory = ReplyMemory()
+    messages = [*QUESTION]
+    cached: list[int] = []
+    for turn in range(4):
+        prompt = encode_chat(messages, thinking_mode="chat", tokenizer=tokenizer(), replies=memory)
+        assert prompt.token_ids[: len(cached)] == cached
+        ids = spelled("hello world")
+        assert remember(memory, ids, messages)
+        cached = [*prompt.token_ids, *ids, tokenizer().control_id(END_OF_SENTENCE)]
+        messages += [{"role": "assistant", "content": "hello world"}, {"role": "user", "content": f"go on {turn}"}]
+    assert len(memory) == 4
+
+
+def test_a_prompt_without_ids_cannot_be_remembered_for():
+    with pytest.raises(ValueError, match="give encode_chat a tokenizer"):
+        ReplyMemory().remember(encode_chat(QUESTION), [], "", parse_reply("", True), tokenizer())
 
 
 def test_calls_without_blank_line_and_with_dense_json_come_back_as_written():
