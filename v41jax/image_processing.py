@@ -53,7 +53,7 @@ class ProcessedImage:
 
     Attributes:
       patches: [grid.patches, CHANNELS * patch_size**2] bfloat16 in reading order, each patch flattened as channel, row,
-        column; values in [-1, 1]. Read-only.
+        column; values in [-1, 1]. Read-only. Comparisons may put float32 here.
       grid: its grids.
     """
 
