@@ -1,7 +1,7 @@
-"""Where the bytes of an image come from: OpenAI content parts with data URLs, files behind an allow-list, or named origins.
+"""Where the bytes of an image come from: OpenAI content parts with data URLs, allowed files or allowed servers.
 
-Nothing outside the request is read unless the operator allowed it: no directory and no remote origin is open by default.
-Decoding is `image_processing`.
+Nothing outside the request is read unless the operator allowed it: no directory and no remote origin is open by
+default. Decoding is `image_processing`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import http.client
 import os
 import stat
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from v41jax.image_planning import ImageError
-from v41jax.image_processing import ImageLimits
+from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits
 
 IMAGE_PART_TYPES = ("image_url", "input_image", "image")
 """Content part types that give an image (protocol specification, "Preprocessing, in order", content lists)."""
@@ -44,7 +44,7 @@ class ImageSources:
     remote_origins: frozenset[str] = frozenset()
     remote_timeout_s: float = 10.0
     max_images: int = 32
-    limits: ImageLimits = ImageLimits()
+    limits: ImageLimits = DEFAULT_LIMITS
 
     def __post_init__(self) -> None:
         faults = [f"{origin!r} is no origin" for origin in self.remote_origins if _origin(origin) != origin]
@@ -186,9 +186,9 @@ def _remote_url(url: str, sources: ImageSources) -> bytes:
     try:
         with opener.open(url, timeout=sources.remote_timeout_s) as response:
             return _read_limited(response, sources.limits.max_bytes)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        if isinstance(error, ImageError):
-            raise
+    except ImageError:
+        raise
+    except (OSError, ValueError, http.client.HTTPException) as error:  # refused, timed out, or malformed replies
         raise ImageError(f"the image could not be fetched from {origin}: {error}") from error
 
 
