@@ -122,11 +122,12 @@ def _data_url(url: str, limit: int) -> bytes:
     media_type, *parameters = header.split(";")
     if not comma or not media_type.lower().startswith("image/") or "base64" not in (p.lower() for p in parameters):
         raise ImageError("the data: URL must read data:image/<type>;base64,<data>")
-    # Before decoding: four characters give three bytes.
-    if len(payload) // 4 * 3 > limit + 2:
-        raise ImageError(f"the data: URL holds about {len(payload) // 4 * 3} bytes; at most {limit} are accepted")
+    characters = urllib.parse.unquote_to_bytes(payload)
+    size = len(characters) // 4 * 3  # two more than the data has, at most
+    if size > limit + 2:
+        raise ImageError(f"the data: URL holds about {size} bytes; at most {limit} are accepted")
     try:
-        return _limited(base64.b64decode(urllib.parse.unquote_to_bytes(payload), validate=True), limit)
+        return _limited(base64.b64decode(characters, validate=True), limit)
     except binascii.Error as error:
         raise ImageError(f"the data: URL is not valid base64: {error}") from error
 

@@ -245,7 +245,7 @@ def span_embeddings(aligner_rows: np.ndarray, delimiters: np.ndarray, grid: Imag
     """
     if len(aligner_rows) != grid.cells:
         raise ImageError(
-            f"the aligner gave {len(aligner_rows)} rows; a grid of {grid.rows} x {grid.columns} needs them"
+            f"the aligner gave {len(aligner_rows)} rows; a grid of {grid.rows} x {grid.columns} needs {grid.cells}"
         )
     types = span_token_types(grid)
     rows = np.empty((len(types), aligner_rows.shape[1]), aligner_rows.dtype)
