@@ -87,6 +87,7 @@ def test_each_accepted_format_decodes_as_pillow_does(file_format):
     assert decode_image(data).tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:Palette images")  # of the expected value, not of ours
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
 def test_alpha_palettes_and_grey_convert_as_pillow_does(mode):
     data = encoded(random_picture(40, 30, "RGBA").convert(mode))
