@@ -59,28 +59,33 @@ def _kept(scaled: Array, inputs: SamplingInputs) -> Array:
     return jnp.zeros(scaled.shape, bool).at[rows, order].set(keep)
 
 
-def sample(logits: Array, inputs: SamplingInputs, *, stochastic: bool, filtered: bool) -> Array:
+def sample(logits: Array, inputs: SamplingInputs) -> Array:
     """Chooses one token per row.
 
     Temperature sampling is the Gumbel-max form of the published code (model specification, "Final norm and head"),
-    with noise keyed by the seed and the position.
+    with noise keyed by the seed and the position. Work that no row asks for is skipped at run time, in the same
+    compiled program.
 
     Args:
       logits: [F, V] float32.
       inputs: per-row parameters.
-      stochastic: static; False promises that every temperature is 0.
-      filtered: static; False promises that no row uses top-k, top-p or min-p.
 
     Returns:
       [F] int32 token ids.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if not stochastic:
-        return greedy
     is_greedy = inputs.temperature <= 0
-    scaled = logits / jnp.where(is_greedy, 1.0, inputs.temperature)[:, None]
-    if filtered:
-        scaled = jnp.where(_kept(scaled, inputs), scaled, -jnp.inf)
-    noise = jax.vmap(_row_noise, in_axes=(0, 0, None))(inputs.seeds, inputs.positions, logits.shape[-1])
-    drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-    return jnp.where(is_greedy, greedy, drawn)
+
+    def draw() -> Array:
+        scaled = logits / jnp.where(is_greedy, 1.0, inputs.temperature)[:, None]
+        filtered = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
+        scaled = jax.lax.cond(
+            jnp.any(filtered & ~is_greedy),
+            lambda: jnp.where(_kept(scaled, inputs), scaled, -jnp.inf),
+            lambda: scaled,
+        )
+        noise = jax.vmap(_row_noise, in_axes=(0, 0, None))(inputs.seeds, inputs.positions, logits.shape[-1])
+        drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+        return jnp.where(is_greedy, greedy, drawn)
+
+    return jax.lax.cond(jnp.any(~is_greedy), draw, lambda: greedy)
