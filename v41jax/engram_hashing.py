@@ -20,7 +20,9 @@ class EngramIdError(ValueError):
     """A token id or compressed id outside the range the hash is defined for."""
 
 
-def hash_multipliers(layer_ids: tuple[int, ...], compressed_vocab_size: int, shifts: int, seed: int) -> NDArray[np.int64]:
+def hash_multipliers(
+    layer_ids: tuple[int, ...], compressed_vocab_size: int, shifts: int, seed: int
+) -> NDArray[np.int64]:
     """One odd multiplier per (layer, look-back shift), [layers, shifts] int64.
 
     The bound keeps every product of a compressed id and a multiplier below 2^63.
@@ -74,7 +76,9 @@ class EngramHasher:
         self.pad = int(self._token_map[text.engram_pad_token_id])
         layers = len(text.engram_layer_ids)
         self.primes = np.array(
-            engram_primes(text.engram_layer_ids, text.engram_vocab_size, text.engram_max_ngram_size, text.engram_n_heads),
+            engram_primes(
+                text.engram_layer_ids, text.engram_vocab_size, text.engram_max_ngram_size, text.engram_n_heads
+            ),
             np.int64,
         ).reshape(layers, self.columns)
         rows = self.primes.sum(axis=1)

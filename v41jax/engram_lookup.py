@@ -23,12 +23,12 @@ class RowSource(Protocol):
     """Where rows come from; `checkpoints.engram_tables.EngramTables` is one."""
 
     def gather(self, layer_ordinal: int, row_ids: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """[n] row ids -> ([n, head_dim] E4M3 codes, [n, head_dim // 32] E8M0 codes), both uint8."""
+        """[n] row ids -> ([n, head_dim] E4M3 codes, [n, head_dim // 32] E8M0 codes), both uint8; reads equal ids once."""
         ...
 
 
 class EngramLookup:
-    """Looks up the rows of a whole batch, each distinct row read once.
+    """Looks up the rows of a whole batch, one gather a table.
 
     The tables belong to the caller, who opens them before and closes them after the last lookup.
     """
@@ -66,10 +66,9 @@ class EngramLookup:
         codes = [np.zeros((*shape, self._head_dim), np.uint8) for _ in range(self._layers)]
         scales = [np.full((*shape, self._head_dim // _SCALE_BLOCK), _SCALE_ONE, np.uint8) for _ in range(self._layers)]
         for layer in range(self._layers) if live.size else ():
-            distinct, place = np.unique(row_ids[live, layer], return_inverse=True)
-            stored_codes, stored_scales = self._tables.gather(layer, distinct)
-            codes[layer][live] = stored_codes[place].reshape(live.size, self.hasher.columns, -1)
-            scales[layer][live] = stored_scales[place].reshape(live.size, self.hasher.columns, -1)
+            stored_codes, stored_scales = self._tables.gather(layer, row_ids[live, layer].reshape(-1))
+            codes[layer][live] = stored_codes.reshape(live.size, self.hasher.columns, -1)
+            scales[layer][live] = stored_scales.reshape(live.size, self.hasher.columns, -1)
         return EngramRows(codes=tuple(codes), scales=tuple(scales))
 
     def step_rows(self, step: BatchStep) -> EngramRows:

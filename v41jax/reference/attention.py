@@ -55,9 +55,7 @@ def attend(
     return result
 
 
-def _window_keys(
-    state: Float, forward: Float, window: NDArray[np.int8]
-) -> tuple[Float, NDArray[np.bool_]]:
+def _window_keys(state: Float, forward: Float, window: NDArray[np.int8]) -> tuple[Float, NDArray[np.bool_]]:
     """Visible window rows packed to the left, in position order: keys [q, w, d] and their validity [q, w]."""
     counts = (window != HIDDEN).sum(axis=1)
     widest = int(counts.max(initial=0))

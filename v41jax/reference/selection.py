@@ -51,9 +51,7 @@ def select_topk(scores: Float, count: int) -> NDArray[np.int32]:
     return result
 
 
-def select_candidates(
-    scores: Float, visible: NDArray[np.int64], blocks: int, block_size: int
-) -> NDArray[np.int32]:
+def select_candidates(scores: Float, visible: NDArray[np.int64], blocks: int, block_size: int) -> NDArray[np.int32]:
     """The `blocks` best blocks of entries, ascending ids, -1 padded: [q, blocks] int32.
 
     The newest visible block is always kept; with nothing visible nothing is (model specification,
