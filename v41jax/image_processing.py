@@ -47,13 +47,16 @@ class ImageLimits:
     max_pixels: int = 64_000_000
 
 
+DEFAULT_LIMITS = ImageLimits()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProcessedImage:
     """What the vision tower reads.
 
     Attributes:
       patches: [grid.patches, CHANNELS * patch_size**2] bfloat16 in reading order, each patch flattened as channel, row,
-        column; values in [-1, 1]. Read-only.
+        column; values in [-1, 1]. Read-only. Comparisons may put float32 here.
       grid: its grids.
     """
 
@@ -69,7 +72,7 @@ class ProcessedImage:
         self.patches.flags.writeable = False
 
 
-def image_size(data: bytes, limits: ImageLimits = ImageLimits()) -> tuple[int, int]:
+def image_size(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
     """(width, height) from the header of an image file, after every check that needs no pixels.
 
     Raises:
@@ -79,7 +82,7 @@ def image_size(data: bytes, limits: ImageLimits = ImageLimits()) -> tuple[int, i
         return image.size
 
 
-def decode_image(data: bytes, limits: ImageLimits = ImageLimits()) -> Image.Image:
+def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
     """Decodes a still image to RGB the way Pillow's `convert` does (vision specification, "Pixels").
 
     Alpha and palettes are dropped, CMYK and 16-bit colour are converted; EXIF rotation and colour profiles are not
@@ -105,7 +108,7 @@ def decode_image(data: bytes, limits: ImageLimits = ImageLimits()) -> Image.Imag
             raise ImageError(f"the {image.format} image is truncated or damaged: {error}") from error
 
 
-def process_image(data: bytes, config: VisionConfig, limits: ImageLimits = ImageLimits()) -> ProcessedImage:
+def process_image(data: bytes, config: VisionConfig, limits: ImageLimits = DEFAULT_LIMITS) -> ProcessedImage:
     """Decodes an image file and cuts it into patches.
 
     Raises:
