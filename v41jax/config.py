@@ -173,9 +173,7 @@ class ModelConfig:
             ratio = text.compress_ratios[index]
             engram = text.engram_layer_ids.index(index) if index in text.engram_layer_ids else None
             if ratio == 0:
-                resolved.append(
-                    LayerTopology(index, LayerMode.WINDOW, 0, None, None, CandidateRole.NONE, engram)
-                )
+                resolved.append(LayerTopology(index, LayerMode.WINDOW, 0, None, None, CandidateRole.NONE, engram))
                 continue
             if index in text.kv_source_layer_ids:
                 kv_owner = index
@@ -199,9 +197,7 @@ class ModelConfig:
     @functools.cached_property
     def owners(self) -> tuple[tuple[int, int], ...]:
         """(layer, ratio) of every layer that owns compressed rows and index keys, ascending."""
-        return tuple(
-            (layer, self.text.compress_ratios[layer]) for layer in self.text.kv_source_layer_ids
-        )
+        return tuple((layer, self.text.compress_ratios[layer]) for layer in self.text.kv_source_layer_ids)
 
     @classmethod
     def from_dict(cls, root: Mapping[str, Any]) -> ModelConfig:
@@ -215,9 +211,7 @@ class ModelConfig:
         text["rope_scaling"] = YarnConfig(**{f.name: yarn[f.name] for f in dataclasses.fields(YarnConfig)})
         names = {f.name: f for f in dataclasses.fields(TextConfig)}
         values = {
-            name: tuple(text[name]) if isinstance(text[name], list) else text[name]
-            for name in names
-            if name in text
+            name: tuple(text[name]) if isinstance(text[name], list) else text[name] for name in names if name in text
         }
         vision = {f.name: root["vision_config"].get(f.name) for f in dataclasses.fields(VisionConfig)}
         return cls(
