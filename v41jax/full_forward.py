@@ -136,9 +136,7 @@ def load_model(
             token_map = load_token_map(checkpoint.directory, config) if token_map is None else token_map
             tables = EngramTables.open(checkpoint)
             lookup = EngramLookup(config, token_map, tables)
-        params = load_parameters(
-            checkpoint, max_model_len=max_model_len, form=form, dtype=precision.activation_dtype
-        )
+        params = load_parameters(checkpoint, max_model_len=max_model_len, form=form, dtype=precision.activation_dtype)
     except BaseException:
         if tables is not None:
             tables.close()

@@ -461,9 +461,7 @@ def attention_sublayer(
     if topology.mode is not LayerMode.WINDOW:
         owner = geometry.owners.index((topology.kv_owner, topology.ratio))
     if weights.indexer is not None:
-        query, head_weights = index_queries(
-            normalized, latent, weights.indexer, rows, topology.ratio, text, kernels
-        )
+        query, head_weights = index_queries(normalized, latent, weights.indexer, rows, topology.ratio, text, kernels)
         selection, candidates = select(
             query,
             head_weights,
@@ -519,7 +517,5 @@ def attention_sublayer(
 def _collect(recorded: list[tuple[Run, Flow, LayerRecord]], last: Flow) -> Record:
     layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(entry[2] for entry in recorded))
     sources = (LayerMode.FULL, LayerMode.REINDEX)
-    selections = tuple(
-        (run.layers[0], flow.selection) for run, flow, _ in recorded if run.topology.mode in sources
-    )
+    selections = tuple((run.layers[0], flow.selection) for run, flow, _ in recorded if run.topology.mode in sources)
     return Record(layers, selections, last.candidates)

@@ -145,9 +145,7 @@ class Leaf:
         return out
 
 
-def leaf_of(
-    shape: tuple[int, ...], dtype: np.dtype, value: Callable[[TensorSource], np.ndarray]
-) -> Leaf:
+def leaf_of(shape: tuple[int, ...], dtype: np.dtype, value: Callable[[TensorSource], np.ndarray]) -> Leaf:
     """A leaf whose whole value is cheap to get at or must be made at once; slices are taken from it."""
 
     def fill(checkpoint: TensorSource, index: Index, out: np.ndarray) -> None:
@@ -178,9 +176,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 class _Leaves:
     """Leaves of the tensors of one checkpoint layout; methods name what is done to a stored tensor."""
 
-    def __init__(
-        self, describe: Callable[[str], tuple[tuple[int, ...], np.dtype]], form: WeightForm, dtype: np.dtype
-    ):
+    def __init__(self, describe: Callable[[str], tuple[tuple[int, ...], np.dtype]], form: WeightForm, dtype: np.dtype):
         self.describe = describe
         self.form = form
         self.dtype = np.dtype(dtype)
@@ -355,9 +351,7 @@ def load_parameters(
         tensor = checkpoint.tensor(name)
         return tensor.shape, tensor.dtype
 
-    leaves = parameter_leaves(
-        checkpoint.config, describe, max_model_len=max_model_len, form=form, dtype=dtype
-    )
+    leaves = parameter_leaves(checkpoint.config, describe, max_model_len=max_model_len, form=form, dtype=dtype)
 
     def place(leaf: Leaf, sharding: jax.sharding.Sharding | None = None) -> Array:
         if sharding is not None:

@@ -88,9 +88,7 @@ def window_rows(
     return rotate(latent, angles)
 
 
-def write_ring(
-    window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: Array, *, window_format: str
-) -> Array:
+def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: Array, *, window_format: str) -> Array:
     """Writes window rows to their rings; rows with `ring_rows` False write nothing.
 
     Args:

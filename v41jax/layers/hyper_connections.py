@@ -49,9 +49,7 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig) -> Mixes:
     """Coefficients from the current streams, [N, S, D] (model specification, "Single-pass (delayed) mHC")."""
     rows, count, _ = streams.shape
     flat = streams.reshape(rows, -1)
-    norm = jax.lax.rsqrt(
-        jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps
-    )
+    norm = jax.lax.rsqrt(jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps)
     z = product(flat, weights.fn) * norm
     scale, base = weights.scale, weights.base
     pre = jax.nn.sigmoid(z[:, :count] * scale[0] + base[:count]) + text.hc_eps
