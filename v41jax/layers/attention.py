@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
 from pallas_kernels.sparse_attention import sparse_attention
+
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, quantize_input
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable, rotate
-from v41jax.layers.rows import Phase, Requests, Rows
+from v41jax.layers.rows import Requests, Rows
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8, quantize_q8
 

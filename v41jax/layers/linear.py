@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-
 from pallas_kernels.block_scaled_linear import block_scaled_linear
+
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8
 

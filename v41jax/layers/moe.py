@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
+
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, product, quantize_input
 from v41jax.precision import Precision
