@@ -1,1 +1,1 @@
-"""The sub-commands of the command line, one file a group; parsing and printing only."""
+"""One module a subcommand of `v41jax`; each parses its flags and calls the library."""
