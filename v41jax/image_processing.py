@@ -85,6 +85,10 @@ def image_from_arrays(patches: np.ndarray, grid: Sequence[int], config: VisionCo
       ImageError: shapes or grids that do not follow from the configuration.
     """
     sizes = [int(size) for size in grid]
+    if len(sizes) != 4:
+        raise ImageError(
+            f"grid {sizes} has {len(sizes)} sizes; it holds patch rows and columns, language rows and columns"
+        )
     expected = ImageGrid.of_patches(*sizes[:2], config.downsample_ratio)
     if sizes != [expected.patch_rows, expected.patch_columns, expected.rows, expected.columns]:
         raise ImageError(f"grid {sizes} does not follow from its patches by the ratio {config.downsample_ratio}")

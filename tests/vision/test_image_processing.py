@@ -81,8 +81,8 @@ def test_arrays_processed_elsewhere_must_follow_the_configuration():
     image = image_from_arrays(patches, np.array([5, 7, 2, 3]), TINY)
     np.testing.assert_array_equal(image.patches, patches.reshape(35, 12))
     assert patches.flags.writeable, "the caller's array stays its own"
-    for grid in ([5, 7, 2, 4], [5, 7, 1, 3], [5, 7], [5, 7, 2, 3, 1]):
-        with pytest.raises(ImageError, match="does not follow"):
+    for grid in ([5, 7, 2, 4], [5, 7, 1, 3], [5], [5, 7, 2, 3, 1]):
+        with pytest.raises(ImageError, match=r"does not follow|it holds patch rows"):
             image_from_arrays(patches, grid, TINY)
     with pytest.raises(ImageError, match=r"shape \(35, 3, 2, 2\); grid \[7, 6, 3, 2\] needs \(42, 3, 2, 2\)"):
         image_from_arrays(patches, [7, 6, 3, 2], TINY)
