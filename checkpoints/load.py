@@ -93,7 +93,7 @@ class Checkpoint:
     def release(self, name: str) -> None:
         """Lets the kernel drop the resident pages of a tensor that was copied elsewhere."""
         shard, entry = self._entry(name)
-        self._files[shard].release(entry)
+        self._files[shard].release(entry.begin, entry.end)
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, NDArray[Any]]]:
         """Yields `(name, view)` in the given order (default: all) and releases each before the next.
