@@ -8,6 +8,7 @@ keeps the memory of a load at the weights kept plus one leaf, and what lets each
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -367,5 +368,6 @@ def layer_weights(params: Parameters, config: ModelConfig, layer: int) -> LayerW
     """The weights of one layer, without a leading axis."""
     for run, stacked in zip(plan_runs(config), params.runs):
         if layer in run.layers:
-            return jax.tree.map(lambda leaf: leaf[run.layers.index(layer)], stacked)
+            place = run.layers.index(layer)
+            return jax.tree.map(operator.itemgetter(place), stacked)
     raise ValueError(f"layer {layer} is outside 0..{config.text.num_hidden_layers - 1}")
