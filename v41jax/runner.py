@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -272,11 +272,22 @@ class ModelRunner:
         }
 
 
-def sampling_inputs(rows: list[Any], outputs: int) -> SamplingInputs:
+class SamplingRow(NamedTuple):
+    """Parameters of one output row; the fields of `SamplingInputs`, one entry each."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    position: int
+
+
+def sampling_inputs(rows: Sequence[SamplingRow], outputs: int) -> SamplingInputs:
     """Pads per-request parameters to the output bucket; padding rows are greedy.
 
     Args:
-      rows: objects with `temperature`, `top_k`, `top_p`, `min_p`, `seed` and `position`, one per output row.
+      rows: one per output row.
       outputs: `F`.
     """
     inputs = SamplingInputs(

@@ -77,7 +77,7 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer has no {', '.join(missing)}; it is not a tokenizer of this model")
         names = {stand_in: token for token, stand_in in self.stand_ins.items()}
         added = [{**token, "content": names.get(token["content"], token["content"])} for token in added]
-        self._added = {token["content"]: token["id"] for token in added}
+        self._added: dict[str, int] = {token["content"]: token["id"] for token in added}
         self._added_ids = frozenset(self._added.values())
         self._hideable = frozenset(token["id"] for token in added if token["special"]) | {
             self._added[token] for token in CONTROL_TOKENS if token not in MARKUP_TOKENS

@@ -1,7 +1,7 @@
 """Compiles Pallas kernels of the Triton route to AMD and NVIDIA machine code, on a machine that has no GPU.
 
 JAX's ROCm lowering holds each kernel's Triton IR, and Triton's own compiler turns that into a code object. The Triton
-inside jaxlib makes the binary that runs, so registers and shared memory read here are indicative; legality carries over.
+inside jaxlib makes the binary that runs: registers and shared memory read here are indicative, legality carries over.
 """
 
 from __future__ import annotations
