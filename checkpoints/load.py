@@ -45,7 +45,6 @@ class Checkpoint:
         self.schema = schema
         self._entries = entries
         self._files = {shard: MappedFile(directory / shard) for shard in {shard for shard, _ in entries.values()}}
-        self._handed_out: list[tuple[MappedFile, TensorEntry]] = []
         self._handed_bytes = 0
         self._lock = threading.Lock()
 
@@ -90,19 +89,17 @@ class Checkpoint:
           CheckpointError: the checkpoint is closed, or its file changed since it was opened.
         """
         shard, entry = self._entry(name)
-        file = self._files[shard]
-        self._give_back_pages(file, entry)
-        return file.array(entry)
+        self._bound_resident_pages(entry.end - entry.begin)
+        return self._files[shard].array(entry)
 
-    def _give_back_pages(self, file: MappedFile, entry: TensorEntry) -> None:
-        """Bounds resident memory; a view still in use is read again from the page cache."""
+    def _bound_resident_pages(self, coming: int) -> None:
+        """Gives pages back before `coming` bytes are handed out; a view still in use is read again on access."""
         with self._lock:
-            if self._handed_bytes + entry.end - entry.begin > RESIDENT_LIMIT:
-                for earlier, range_ in self._handed_out:
-                    earlier.release(range_.begin, range_.end)
-                self._handed_out, self._handed_bytes = [], 0
-            self._handed_out.append((file, entry))
-            self._handed_bytes += entry.end - entry.begin
+            if self._handed_bytes + coming > RESIDENT_LIMIT:
+                for file in self._files.values():
+                    file.give_back_pages()
+                self._handed_bytes = 0
+            self._handed_bytes += coming
 
     def location(self, name: str) -> tuple[Path, TensorEntry]:
         """The file of a tensor and its byte range there."""
