@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.batch import Preparation
+from scheduler.batch import DEAD, Preparation
 from scheduler.planning import ChunkPlan, replay_fields
 from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.sequence import Sequence
@@ -50,7 +50,7 @@ def assemble_prefill(
     sequences = [item.sequence for item in planned]
     plans = [item.plan for item in planned]
     fields = [replay_fields(item.plan.start, item.sequence.num_computed, item.rebuild) for item in planned]
-    history = np.zeros((len(planned), history_size), np.int32)
+    history = np.full((len(planned), history_size), DEAD, np.int32)
     for row, (item, field) in enumerate(zip(planned, fields, strict=True)):
         if field.preparation is not Preparation.CONTINUE:
             history[row] = item.sequence.history(item.plan.start, history_size)
@@ -109,7 +109,7 @@ def assemble_decode(
         cached_until=zeros,
         swa_cached_until=zeros,
         swa_replay_start=zeros,
-        history=np.zeros((count, history_size), np.int32),
+        history=np.full((count, history_size), DEAD, np.int32),
         token_ids=np.fromiter([sequence.token(sequence.num_computed) for sequence in sequences], np.int32, count),
         image_rows=np.zeros(count, np.bool_),
         block_tables=tables[slots, : int(lengths.max())],

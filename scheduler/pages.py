@@ -150,10 +150,10 @@ class BlockPool:
             if count:
                 continue
             content_hash = self.hashes[page]
-            if content_hash != NO_HASH and self.index.get(content_hash) == page:
+            if content_hash != NO_HASH and self.index.setdefault(content_hash, page) == page:
                 self._cached[page] = None
             else:
-                # A duplicate of an indexed page cannot be found by a lookup: its content is worth nothing.
+                # Never hashed, or a duplicate of an indexed page that no lookup can find.
                 self._forget(page)
                 heapq.heappush(self._vacant, page)
 

@@ -11,7 +11,7 @@ import sys
 import click
 import typer
 
-from v41jax.commands import checkpoint, generate, logits
+from v41jax.commands import checkpoint, generate
 
 app = typer.Typer(
     name="v41jax",
@@ -21,7 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("logits")(logits.logits)
 app.command("generate")(generate.generate)
 
 
