@@ -18,6 +18,7 @@ from checkpoints.verify import verify
 from v41jax.config import ModelConfig
 from v41jax.presets import preset, preset_dict
 from v41jax.quantization_numpy import dequantize_dense, dequantize_expert, dequantize_rows
+from v41jax.reference import ReferenceModel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -201,3 +202,38 @@ def test_memory_stays_far_below_the_checkpoint(tmp_path):
     assert made < 100 * megabyte
     assert loaded - kept < 200 * megabyte  # 128 MiB of pages may be resident, and the copies of one tensor
     assert verified < 100 * megabyte
+
+
+def test_forty_layers_neither_die_nor_explode(tmp_path):
+    root = preset_dict("pico")
+    for key in (
+        "num_hidden_layers",
+        "compress_ratios",
+        "kv_source_layer_ids",
+        "index_source_layer_ids",
+        "candidate_source_layer_id",
+        "engram_layer_ids",
+        "dspark_target_layer_ids",
+    ):
+        root["text_config"][key] = preset_dict("v4.1-flash")["text_config"][key]
+    config = ModelConfig.from_dict(root)
+    synthesize(tmp_path, config, seed=11, scopes=["text"])
+    ids = np.random.default_rng(0).integers(0, 512, 24)
+    with Checkpoint.open(tmp_path) as checkpoint, ReferenceModel(checkpoint) as model:
+        output = model.forward(ids)
+    sizes = [root_mean_square(layer.streams) for layer in output.layers]
+    assert len(sizes) == 40 and min(sizes) > 0.8 and max(sizes) < 15
+    for layer in output.layers:
+        assert 0.1 < root_mean_square(layer.attention_output) < 2
+        assert 0.3 < root_mean_square(layer.ffn_output) < 2
+        assert layer.router_weights.min() > 0.01
+        assert len(np.unique(layer.router_choices)) >= 6  # of 8, from 48 choices
+        unit = layer.streams / np.linalg.norm(layer.streams, axis=-1, keepdims=True)
+        likeness = np.einsum("nsd,ntd->st", unit, unit) / len(ids)
+        assert likeness[~np.eye(4, dtype=bool)].min() < 0.97  # the streams have not become one
+    assert output.logits.std() == pytest.approx(2, abs=0.2)
+    assert len(np.unique(output.logits.argmax(axis=-1))) > 12
+
+
+def root_mean_square(values):
+    return float(np.sqrt(np.mean(np.square(values))))
