@@ -14,6 +14,7 @@ from checkpoints.index_file import INDEX_NAME
 from checkpoints.synthesize import packaged_tokenizer
 from tests.checkpoints.files import edit_header, edit_json
 from tests.helpers.golden import GOLDEN
+from v41jax.cli import main
 from v41jax.commands import checkpoint as module
 from v41jax.commands.checkpoint import app
 from v41jax.presets import preset_dict
@@ -142,6 +143,26 @@ def test_verify_exits_with_1_and_lists_every_fault(pico):
     assert report.exit_code == 1
     parsed = json.loads(report.stdout)
     assert parsed["ok"] is False and parsed["faults"] == result.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["verify", str(GOLDEN / "pico")], 0),
+        (["verify", str(GOLDEN)], 1),
+        (["verify", str(GOLDEN / "absent")], 2),
+        (["verify"], 2),
+        (["describe", "--no-such-option"], 2),
+        (["synthesize", "--preset", "nano", "--out", "absent"], 2),
+    ],
+)
+def test_exit_codes_of_the_whole_program(arguments, code, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["v41jax", "checkpoint", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    output = capsys.readouterr()
+    assert stop.value.code == code
+    assert bool(output.err) is (code != 0) and "Traceback" not in output.err
 
 
 def test_verify_json_of_a_sound_checkpoint(pico):
