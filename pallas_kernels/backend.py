@@ -1,0 +1,199 @@
+"""Where kernels run, the choice between implementations, and every Pallas name that differs by version.
+
+An operation asks `choose` which implementation to run. `xla` is always possible; `pallas` is the Mosaic kernel on a
+TPU and the Triton kernel on a GPU, and either of them in interpret mode on a CPU. The target is what JAX's default
+device says, unless `use_target` names another one: compilation for a device that is not there, or interpret mode of
+one route in a test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+
+IMPLEMENTATIONS = ("auto", "xla", "pallas")
+ROUTES = ("tpu", "triton")
+
+
+class KernelUnsupportedError(ValueError):
+    """`implementation="pallas"` was asked for where the kernel cannot run; the message names operation and reason."""
+
+    def __init__(self, operation: str, reason: str):
+        self.operation = operation
+        self.reason = reason
+        super().__init__(f'{operation}: no Pallas kernel, {reason}; use implementation="auto" or "xla"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where kernels are compiled for.
+
+    Attributes:
+      route: "tpu" (Mosaic) or "triton" (ROCm and CUDA).
+      generation: "v5e", "v5p", "v6e", "tpu7x" for a TPU, "cuda" or "rocm" for a GPU, "cpu" in interpret mode.
+      interpret: kernels run in interpret mode, as plain JAX operations.
+    """
+
+    route: str
+    generation: str
+    interpret: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One Pallas route of an operation at the shapes of a call.
+
+    Attributes:
+      unsupported: why the kernel cannot run here, or None.
+      preferred: `auto` takes the kernel: it is legal and was measured or is known to be faster than XLA here.
+    """
+
+    unsupported: str | None
+    preferred: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What runs: `implementation` is "xla", "tpu" or "triton"; `reason` says why, for the runner's summary."""
+
+    implementation: str
+    interpret: bool
+    reason: str
+
+
+_target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+_report: dict[str, dict[str, None]] = {}
+
+_TPU_KINDS = (("v5 lite", "v5e"), ("v5e", "v5e"), ("v5", "v5p"), ("v6", "v6e"), ("7", "tpu7x"))
+
+
+def tpu_generation(device_kind: str) -> str:
+    """The generation of a JAX TPU device kind ("TPU v5 lite" -> "v5e"); "unknown" for one this build does not know."""
+    kind = device_kind.lower()
+    return next((generation for text, generation in _TPU_KINDS if text in kind), "unknown")
+
+
+def current_target() -> Target:
+    """The target of a call made now: `use_target`'s, else the default device's, else interpret mode on the CPU."""
+    chosen = _target.get()
+    if chosen is not None:
+        return chosen
+    platform = jax.default_backend()
+    if platform == "tpu":
+        return Target("tpu", tpu_generation(jax.devices()[0].device_kind))
+    if platform in ("gpu", "cuda", "rocm"):
+        is_rocm = platform == "rocm" or "rocm" in getattr(jax.devices()[0].client, "platform_version", "").lower()
+        return Target("triton", "rocm" if is_rocm else "cuda")
+    return Target("triton", "cpu", interpret=True)
+
+
+@contextlib.contextmanager
+def use_target(target: Target) -> Iterator[None]:
+    """Traces every operation inside for `target`. A function jitted outside keeps what it was traced with."""
+    token = _target.set(target)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def choose(operation: str, implementation: str, candidates: Mapping[str, Candidate]) -> Choice:
+    """Which implementation of `operation` a call uses on the current target; recorded for `report`.
+
+    Args:
+      operation: name of the folder.
+      implementation: "auto", "xla" or "pallas".
+      candidates: the Pallas routes that exist, by route name.
+
+    Raises:
+      KernelUnsupportedError: "pallas" was asked for and cannot run here.
+      ValueError: `implementation` is none of the three.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    target = current_target()
+    candidate = candidates.get(target.route)
+    if candidate is None:
+        problem: str | None = f"there is none for the route {target.route!r}"
+    else:
+        problem = candidate.unsupported
+    if implementation == "xla":
+        choice = Choice("xla", False, "asked for")
+    elif implementation == "pallas":
+        if problem is not None:
+            raise KernelUnsupportedError(operation, problem)
+        choice = Choice(target.route, target.interpret, "asked for")
+    elif problem is not None:
+        choice = Choice("xla", False, problem)
+    elif target.interpret:
+        choice = Choice("xla", False, "interpret mode is slower than XLA")
+    elif candidate is not None and not candidate.preferred:
+        choice = Choice("xla", False, f"the {target.route} kernel is not known to be faster here")
+    else:
+        choice = Choice(target.route, False, f"faster on {target.generation}")
+    _report.setdefault(operation, {})[f"{choice.implementation} ({choice.reason})"] = None
+    return choice
+
+
+def report() -> dict[str, tuple[str, ...]]:
+    """Every operation called since `clear_report`, with the implementations chosen and why, in order of first use."""
+    return {operation: tuple(lines) for operation, lines in _report.items()}
+
+
+def clear_report() -> None:
+    """Forgets the recorded choices."""
+    _report.clear()
+
+
+@functools.cache
+def triton() -> types.ModuleType:
+    """`jax.experimental.pallas.triton`, present but deprecated from JAX 0.11 and the only way of Pallas to ROCm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("jax.experimental.pallas.triton")
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    out_shape: Any,
+    *,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    name: str,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A `pallas_call` of the Triton route whose operands and results are whole arrays in device memory.
+
+    Args:
+      kernel: takes one ref per operand and then one per result.
+      out_shape: shape structs of the results.
+      grid: programs along each axis; the first varies fastest.
+      num_warps: warps of one program.
+      num_stages: depth of the software pipeline over loops.
+      interpret: run as plain JAX operations.
+      name: shown in profiles.
+      input_output_aliases: operand to result positions that share memory.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pl.pallas_call(
+            kernel,
+            out_shape=out_shape,
+            grid=grid,
+            compiler_params=triton().CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            name=name,
+            input_output_aliases=dict(input_output_aliases or {}),
+        )

@@ -1,0 +1,72 @@
+"""Scores of query rows against the entries of their candidate blocks only."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import backend
+from pallas_kernels.candidate_scores import xla
+from pallas_kernels.index_plane import plane_faults
+
+Array = jax.Array
+
+
+def candidate_scores(
+    query: Array,
+    head_weights: Array,
+    visible: Array,
+    batch_ids: Array,
+    block_tables: Array,
+    values: Array,
+    scales: Array | None,
+    candidates: Array,
+    *,
+    block_size: int,
+    index_format: str,
+    quantize_query: bool = True,
+    score_dtype: DTypeLike = jnp.float32,
+    implementation: str = "auto",
+) -> Array:
+    """`index_scores` restricted to each row's candidate blocks; rows outside them are never read.
+
+    Args:
+      query, head_weights, visible, batch_ids, block_tables, values, scales: as for `index_scores`.
+      candidates: [N, Nb] int32 block ids of the row's request, -1 for an empty place; block `b` is entries
+        `b * block_size` to `(b + 1) * block_size - 1`.
+      block_size: entries per block; a page holds whole blocks.
+      index_format, quantize_query, score_dtype, implementation: as for `index_scores`.
+
+    Returns:
+      [N, Nb * block_size] float32. Column `c` is entry `candidates[c // block_size] * block_size + c % block_size`.
+      Entries at or past `visible`, empty places and padding rows are -inf.
+
+    Raises:
+      ValueError: arrays that do not fit `index_format` or each other, all faults in one message.
+      KernelUnsupportedError: "pallas" where no kernel runs.
+
+    Source: model specification, "Two-level candidates".
+    """
+    faults = plane_faults(query, values, scales, index_format)
+    if values.ndim == 3 and values.shape[1] % block_size:
+        faults.append(f"a page of {values.shape[1]} rows does not hold whole blocks of {block_size}")
+    if candidates.ndim != 2 or candidates.shape[0] != query.shape[0]:
+        faults.append(f"candidates are {candidates.shape}, not [{query.shape[0]}, Nb]")
+    if faults:
+        raise ValueError("candidate_scores: " + "; ".join(faults))
+    backend.choose("candidate_scores", implementation, {})
+    return xla.candidate_scores(
+        query,
+        head_weights,
+        visible,
+        batch_ids,
+        block_tables,
+        values,
+        scales,
+        candidates,
+        block_size=block_size,
+        index_format=index_format,
+        quantize_query=quantize_query,
+        score_dtype=score_dtype,
+    )

@@ -1,0 +1,60 @@
+"""`candidate_scores` against the float64 oracle: same numbers as the full scan, at the candidates only."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.candidate_scores import candidate_scores
+from tests.pallas_kernels.index_oracle import index_case, scores_oracle
+from tests.pallas_kernels.test_index_scores import FORMATS, assert_scores
+
+
+def candidates_for(case, blocks, block_size, seed=0):
+    """Ascending random blocks, not all visible: some rows full, some with empty places, the last with none."""
+    rng = np.random.default_rng(seed)
+    total = case.block_tables.shape[1] * case.values.shape[1] // block_size
+    candidates = np.full((len(case.query), blocks), -1, np.int32)
+    for row in range(len(case.query) - 1):
+        count = min(total, [blocks, rng.integers(0, blocks + 1)][row % 2])
+        candidates[row, :count] = np.sort(rng.permutation(total)[:count])
+    return candidates
+
+
+def expected_scores(case, candidates, block_size):
+    full = scores_oracle(case)
+    out = np.full((len(full), candidates.shape[1] * block_size), -np.inf)
+    for row in range(len(full)):
+        for column in range(out.shape[1]):
+            block = candidates[row, column // block_size]
+            if block >= 0:
+                out[row, column] = full[row, block * block_size + column % block_size]
+    return out
+
+
+@pytest.mark.parametrize("index_format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_scores_equal_the_full_scan_at_the_candidates(index_format, rows):
+    case = index_case(rows, index_format=index_format, rows=rows, requests=2, columns=3, padding=rows > 1)
+    candidates = candidates_for(case, 5, 8)
+    found = candidate_scores(*case.arrays, jnp.asarray(candidates), block_size=8, index_format=index_format)
+    assert_scores(found, expected_scores(case, candidates, 8))
+
+
+def test_rows_outside_the_candidates_are_never_read():
+    case = index_case(3, index_format="fp8", rows=4, requests=1, columns=4, padding=0)
+    case.visible[:] = 64
+    candidates = np.tile(np.asarray([1, 4, 7, -1], np.int32), (4, 1))
+    kept = np.zeros(case.scales.shape, bool)
+    kept.reshape(kept.shape[0], -1, 8)[case.block_tables[0, [0, 2, 3]], [1, 0, 1]] = True
+    case.scales[~kept] = np.nan
+    case.values[~kept] = 0x7F
+    case.values[kept] &= 0x3F
+    case.scales[kept] = 1
+    found = np.asarray(candidate_scores(*case.arrays, jnp.asarray(candidates), block_size=8, index_format="fp8"))
+    assert np.isfinite(found[:, :24]).all() and np.isneginf(found[:, 24:]).all()
+
+
+def test_blocks_must_fill_pages():
+    case = index_case(3, index_format="fp8", rows=4, requests=1, columns=4)
+    with pytest.raises(ValueError, match="a page of 16 rows does not hold whole blocks of 6"):
+        candidate_scores(*case.arrays, jnp.zeros((4, 2), jnp.int32), block_size=6, index_format="fp8")

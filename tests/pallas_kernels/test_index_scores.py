@@ -1,0 +1,94 @@
+"""Every implementation of `index_scores` against the float64 oracle, on ragged rows with poisoned unused memory."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import KernelUnsupportedError
+from pallas_kernels.index_scores import index_scores, xla
+from tests.pallas_kernels.index_oracle import index_case, scores_oracle
+
+FORMATS = ("float", "fp8", "fp4")
+
+
+def assert_scores(found, expected, tolerance=1e-5):
+    found = np.asarray(found)
+    assert found.dtype == np.float32 and found.shape == expected.shape
+    seen = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isneginf(found), ~seen)
+    peak = np.abs(expected[seen]).max(initial=0)
+    np.testing.assert_allclose(found[seen], expected[seen], rtol=0, atol=tolerance * peak)
+
+
+@pytest.mark.parametrize("index_format", FORMATS)
+@pytest.mark.parametrize(("rows", "requests"), [(1, 1), (7, 5), (40, 3)])
+def test_scores_equal_the_oracle_whatever_lies_past_the_bounds(index_format, rows, requests):
+    case = index_case(rows, index_format=index_format, rows=rows, requests=requests, columns=3, padding=rows > 1)
+    assert_scores(index_scores(*case.arrays, index_format=index_format), scores_oracle(case))
+
+
+@pytest.mark.parametrize("index_format", FORMATS)
+def test_a_tile_walks_long_contexts_in_chunks(index_format, monkeypatch):
+    monkeypatch.setattr(xla, "CHUNK_KEYS", 32)
+    monkeypatch.setattr(xla, "TILE_ROWS", 8)
+    case = index_case(5, index_format=index_format, rows=30, requests=2, columns=5)
+    assert_scores(index_scores(*case.arrays, index_format=index_format), scores_oracle(case))
+
+
+def test_rows_in_any_order_give_the_same_scores():
+    case = index_case(6, index_format="fp8", rows=30, requests=2, columns=2, padding=4)
+    order = np.random.default_rng(0).permutation(30)
+    shuffled = [x[order] for x in case.arrays[:4]]
+    whole = np.asarray(index_scores(*case.arrays, index_format="fp8"))
+    np.testing.assert_array_equal(index_scores(*shuffled, *case.arrays[4:], index_format="fp8"), whole[order])
+
+
+def test_bfloat16_scores_round_the_dot_each_product_and_the_sum():
+    query = jnp.asarray([[[1.0, 2**-7], [1.0, 0.0]]])  # dots of one key (1, 1): 1.0078125 and 1
+    weights = jnp.asarray([[1.0, 1 / 256]])
+    plane = jnp.ones((1, 2, 2))
+    found = index_scores(
+        query, weights, jnp.asarray([1]), jnp.asarray([0]), jnp.zeros((1, 1), jnp.int32), plane, None,
+        index_format="float", score_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    exact = index_scores(
+        query, weights, jnp.asarray([1]), jnp.asarray([0]), jnp.zeros((1, 1), jnp.int32), plane, None,
+        index_format="float",
+    )  # fmt: skip
+    assert float(exact[0, 0]) == 1 + 2**-7 + 2**-8
+    assert float(found[0, 0]) == 1 + 2**-6  # 1 + 1.5 * 2^-7 lies between two bfloat16 numbers, the even one wins
+
+
+def test_an_unquantized_query_is_scored_as_it_is():
+    case = index_case(7, index_format="fp8", rows=6, requests=2, columns=2)
+    expected = scores_oracle(case)
+    free = index_scores(*case.arrays, index_format="fp8", quantize_query=False)
+    keys = case.decoded[case.block_tables[case.batch_ids[2]]].reshape(-1, 64)
+    exact = case.head_weights[2].astype(np.float64) @ np.maximum(case.query[2].astype(np.float64) @ keys.T, 0)
+    np.testing.assert_allclose(free[2], exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+    assert np.abs(np.asarray(free[2]) - expected[2]).max() > 1e-3 * np.abs(expected[2]).max()
+
+
+def test_an_empty_batch_has_no_scores():
+    case = index_case(8, index_format="fp8", rows=4, requests=2, columns=2, padding=4)
+    assert np.isneginf(index_scores(*case.arrays, index_format="fp8")).all()
+
+
+def test_all_faults_of_the_plane_are_named_together():
+    case = index_case(9, index_format="fp8", rows=4, requests=2, columns=2)
+    with pytest.raises(ValueError, match=r"values are .*not \[pages, rows, 32\].*; scales are float32"):
+        index_scores(*case.arrays, index_format="fp4")
+    with pytest.raises(ValueError, match="index_format 'int8' is none of float, fp8, fp4"):
+        index_scores(*case.arrays, index_format="int8")
+
+
+def test_asking_for_an_unknown_implementation_is_an_error():
+    case = index_case(9, index_format="fp8", rows=4, requests=2, columns=2)
+    with pytest.raises(ValueError, match="'mosaic' is none of auto, xla, pallas"):
+        index_scores(*case.arrays, index_format="fp8", implementation="mosaic")
+
+
+def test_pallas_where_no_kernel_runs_is_one_named_error():
+    case = index_case(9, index_format="float", rows=4, requests=2, columns=2)
+    with pytest.raises(KernelUnsupportedError, match="index_scores: no Pallas kernel"):
+        index_scores(*case.arrays, index_format="float", implementation="pallas")

@@ -1,0 +1,51 @@
+"""Every implementation of `select_topk` against a stable NumPy selection."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.select_topk import select_topk
+from tests.pallas_kernels.index_oracle import topk_oracle
+from tests.pallas_kernels.selection_cases import KINDS, score_rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "k"), [(100, 16), (17, 17), (5, 8)])
+def test_selection_equals_the_stable_oracle(kind, width, k):
+    scores, visible = score_rows(kind, 6, width)
+    entries, counts = select_topk(jnp.asarray(scores), jnp.asarray(visible), k)
+    expected, expected_counts = topk_oracle(scores, visible, k)
+    assert entries.dtype == counts.dtype == np.int32
+    np.testing.assert_array_equal(entries, expected)
+    np.testing.assert_array_equal(counts, expected_counts)
+
+
+def test_a_tie_at_the_threshold_goes_to_the_smaller_entry():
+    entries, counts = select_topk(jnp.asarray([[1.0, -0.0, 0.0, 2.0, 0.0]], jnp.float32), jnp.asarray([5]), 3)
+    np.testing.assert_array_equal(entries, [[0, 1, 3]])
+    assert counts[0] == 3
+
+
+def test_columns_of_candidates_are_mapped_to_entries():
+    rng = np.random.default_rng(1)
+    candidates = np.asarray([[0, 2, 5, -1], [1, 3, 4, 6], [-1, -1, -1, -1]], np.int32)
+    visible = np.asarray([42, 54, 30], np.int32)
+    full = rng.integers(-3, 3, (3, 56)).astype(np.float32)
+    scores = np.full((3, 32), np.nan, np.float32)
+    masked = np.full_like(full, -np.inf)
+    for row in range(3):
+        for column in range(32):
+            if candidates[row, column // 8] >= 0:
+                entry = candidates[row, column // 8] * 8 + column % 8
+                scores[row, column] = masked[row, entry] = full[row, entry]
+    entries, counts = select_topk(
+        jnp.asarray(scores), jnp.asarray(visible), 12, candidates=jnp.asarray(candidates), block_size=8
+    )
+    expected, expected_counts = topk_oracle(masked, visible, 12)
+    np.testing.assert_array_equal(entries, expected)
+    np.testing.assert_array_equal(counts, expected_counts)
+
+
+def test_all_shape_faults_are_named_together():
+    with pytest.raises(ValueError, match=r"visible \(3,\).*k is 0.*candidates and block_size come together"):
+        select_topk(jnp.zeros((2, 8)), jnp.zeros(3, jnp.int32), 0, block_size=8)
