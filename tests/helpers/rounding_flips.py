@@ -110,7 +110,8 @@ def explain(
       probe: the probe of the model that `run` uses; holds the flips afterwards.
       run: number of leading rows -> their logits, [rows, V].
       theirs: [n - first_row, V], the other implementation's logits from row `first_row` on.
-      likely: (site, index) in the order in which they are needed; tried first, so that known flips cost no search.
+      likely: (site, index) in the order in which they are needed; tried first, so that known flips cost no search. A
+        row may need several of these, and only one that is searched for.
       tolerance: a row departs beyond this.
       explained: a flip explains a row that comes within this.
       noise: no value farther from a boundary is considered.
@@ -130,21 +131,37 @@ def explain(
         row, settled = int(departing[0]), probe.flips
         stop = first_row + row + 1
 
-        def explains(candidate: Flip, stop: int = stop, row: int = row, settled: tuple[Flip, ...] = settled) -> bool:
-            probe.flips = (*settled, candidate)
-            if np.abs(run(stop)[-1] - theirs[row]).max() < explained:
-                return True
-            probe.flips = settled
-            return False
+        def difference(flips: tuple[Flip, ...], stop: int = stop, row: int = row) -> float:
+            probe.flips = flips
+            return float(np.abs(run(stop)[-1] - theirs[row]).max())
 
-        if remaining and any(
-            explains(flip) for flip in probe.collect(lambda stop=stop: run(stop), noise, only=remaining[0])
-        ):
-            del remaining[0]
+        def near(only: tuple[str, int] | None = None, stop: int = stop) -> list[Flip]:
+            return sorted(probe.collect(lambda: run(stop), noise, only), key=lambda flip: abs(flip.move))
+
+        if _apply_known(probe, remaining, near, difference, explained):
             continue
-        candidates = sorted(probe.collect(lambda stop=stop: run(stop), noise), key=lambda flip: abs(flip.move))
-        if not any(explains(candidate) for candidate in candidates):
+        probe.flips = settled
+        candidates = near()
+        if not any(difference((*settled, candidate)) < explained for candidate in candidates):
             raise AssertionError(
-                f"row {first_row + row} departs by {np.abs(run(stop)[-1] - theirs[row]).max():.2e} and none of the "
-                f"{len(candidates)} values within {noise:.1e} of a rounding boundary explains it"
+                f"row {first_row + row} departs by {difference(settled):.2e} and none of the {len(candidates)} values "
+                f"within {noise:.1e} of a rounding boundary explains it"
             )
+
+
+def _apply_known(
+    probe: FlipProbe,
+    remaining: list[tuple[str, int]],
+    near: Callable[[tuple[str, int]], list[Flip]],
+    difference: Callable[[tuple[Flip, ...]], float],
+    explained: float,
+) -> bool:
+    """Applies leading entries of `remaining`, and takes them out, until the row is explained; False leaves them all."""
+    for count, place in enumerate(remaining, start=1):
+        found = near(place)
+        if not found:
+            return False
+        if difference((*probe.flips, found[0])) < explained:
+            del remaining[:count]
+            return True
+    return False
