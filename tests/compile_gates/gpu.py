@@ -7,6 +7,7 @@ inside jaxlib makes the binary that runs: registers and shared memory read here 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 from jaxlib.mlir import ir
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.triton import dialect as triton_dialect
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -88,12 +90,20 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKe
         if "ir" not in config:
             continue
         context = ir.Context()
+        context.append_dialect_registry(_upstream_dialects())
         triton_dialect.register_dialect(context)
         context.load_all_available_dialects()
         with context:
             text = ir.Module.parse(config["ir"].value_bytes).operation.get_asm()
         kernels.append(TritonKernel(config["name"].value, config["num_warps"].value, config["num_stages"].value, text))
     return kernels
+
+
+@functools.cache
+def _upstream_dialects() -> ir.DialectRegistry:
+    registry = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    return registry
 
 
 def compile_kernel(kernel: TritonKernel, target: str) -> GpuBuild:
