@@ -235,7 +235,8 @@ def play(
 
 
 def _disturb(scenario: Scenario, scheduler: Scheduler, rng: random.Random) -> None:
-    if scheduler.running and rng.random() < scenario.preempt:
+    # Bounded, so that a prompt longer than the time between two preemptions still ends.
+    if scheduler.running and rng.random() < scenario.preempt and scheduler.counters.preemptions < 40:
         scheduler.preempt(rng.choice(scheduler.running).request_id)
     if scheduler.running and rng.random() < scenario.relocate and not scheduler.queued_ops.relocations:
         running = list(scheduler.running)
