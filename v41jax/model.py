@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
 from scheduler.batch import BatchStep, CompressionPlan, EngramRows, Preparation
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
@@ -24,6 +25,7 @@ from v41jax.layers.indexer import index_queries, select
 from v41jax.layers.linear import product, quantize_input
 from v41jax.layers.moe import Routing, moe
 from v41jax.layers.norm import rms_norm
+from v41jax.layers.rope import RopeTable
 from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
 from v41jax.parameters import LayerWeights, Parameters, Run, plan_runs
 from v41jax.precision import Precision
@@ -45,7 +47,7 @@ class ModelSetup:
 
     config: ModelConfig
     geometry: V41PoolGeometry
-    precision: Precision = Precision()
+    precision: Precision = dataclasses.field(default_factory=Precision)
     kernels: str = "auto"
 
 
@@ -140,7 +142,7 @@ class Step(NamedTuple):
     phase: Phase
     rows: Rows
     requests: Requests
-    table: object
+    table: RopeTable
     plans: dict[int, CompressionPlan]
     embedded: tuple[Array, ...]
 
@@ -180,24 +182,13 @@ def forward(
     Returns:
       The pools after the step, cursors advanced, and the outputs.
     """
-    config, geometry = setup.config, setup.geometry
+    config = setup.config
     pools, mismatch = prepare_slots(pools, batch, phase)
-    step = Step(
-        setup=setup,
-        phase=phase,
-        rows=prepare_rows(batch, params.plain, params.yarn, ring=geometry.ring, phase=phase),
-        requests=Requests(batch.slots, batch.block_tables),
-        table=params.yarn,
-        plans=dict(zip(geometry.ratios, batch.plans)),
-        embedded=tuple(
-            embed_rows(codes, scales, setup.precision.activation_dtype)
-            for codes, scales in zip(engram_rows.codes, engram_rows.scales)
-        ),
-    )
+    step = prepare_step(params, batch, engram_rows, setup, phase)
     flow = embed(params, pools, batch, setup, image_embeddings)
     start = decoder_start(config)
     recorded: list[tuple[Run, Flow, LayerRecord]] | None = [] if record else None
-    means: list[Array] | None = [] if geometry.speculative_tokens else None
+    means: list[Array] | None = [] if setup.geometry.speculative_tokens else None
     flow, pools = run_layers(params, flow, pools, step, range(0, start), recorded, means)
     flow, pools = run_layers(params, flow, pools, step, range(start, config.text.num_hidden_layers), recorded, means)
     logits = head(params, flow, batch.output_rows, config)
@@ -205,6 +196,24 @@ def forward(
         pools = advance_cursors(pools, batch)
     taps = None if means is None else Taps(jnp.concatenate(means, axis=1), step.rows)
     return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow), taps)
+
+
+def prepare_step(
+    params: Parameters, batch: BatchStep, engram_rows: EngramRows, setup: ModelSetup, phase: Phase
+) -> Step:
+    """What every layer of a forward over all rows of the batch shares."""
+    return Step(
+        setup=setup,
+        phase=phase,
+        rows=prepare_rows(batch, params.plain, params.yarn, ring=setup.geometry.ring, phase=phase),
+        requests=Requests(batch.slots, batch.block_tables),
+        table=params.yarn,
+        plans=dict(zip(setup.geometry.ratios, batch.plans)),
+        embedded=tuple(
+            embed_rows(codes, scales, setup.precision.activation_dtype)
+            for codes, scales in zip(engram_rows.codes, engram_rows.scales)
+        ),
+    )
 
 
 def prepare_slots(pools: Pools, batch: BatchStep, phase: Phase) -> tuple[Pools, Array]:
@@ -272,7 +281,7 @@ def embed(
     x = params.embed[jnp.clip(ids, 0, params.embed.shape[0] - 1)].astype(setup.precision.activation_dtype)
     if image_embeddings is not None:
         embeddings, mask = image_embeddings
-        x = jnp.where(mask[:, None], embeddings.astype(x.dtype), x)
+        x = jnp.where(mask[:, None], round_to(embeddings, x.dtype), x)
     count = setup.config.text.hc_mult
     streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], count, x.shape[1]))
     first = jnp.zeros((x.shape[0], count), jnp.float32).at[:, 0].set(1.0)
@@ -322,7 +331,7 @@ def run_layers(
 
 def stream_mean(streams: Array) -> Array:
     """Plain mean of the streams: [N, S, D] -> [N, D] activation dtype, float32 inside."""
-    return jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)
+    return round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
 
 
 def run_stacked(
@@ -334,16 +343,14 @@ def run_stacked(
       The flow after it, the pools, intermediates when `record`, and when `tap` the stream means that enter its layers,
       [n, N, D].
     """
-    slots = pools.window.shape[1]
     if len(run.layers) == 1:
         entering = stream_mean(flow.streams)[None] if tap else None
         weights = jax.tree.map(lambda leaf: leaf[0], stacked)
-        if weights.compressor is not None:
-            pools = publish(weights, run.topology, flow, pools, step)
-        flow, window, routing = block(weights, run.topology, flow, pools, pools.window, run.layers[0] * slots, step)
+        flow, pools, routing = run_layer(weights, run.topology, flow, pools, step)
         layer_record = LayerRecord(flow.streams, flow.pre_mix, routing)
         layer_record = jax.tree.map(lambda leaf: leaf[None], layer_record) if record else None
-        return flow, pools.replace(window=window), layer_record, entering
+        return flow, pools, layer_record, entering
+    slots = pools.window.shape[1]
 
     def body(carry: tuple[Array, Array, Array], layer: tuple[LayerWeights, Array]):
         streams, pre_mix, window = carry
@@ -357,6 +364,17 @@ def run_stacked(
     carry = (flow.streams, flow.pre_mix, pools.window)
     (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, (stacked, indices))
     return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
+
+
+def run_layer(
+    weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: Pools, step: Step
+) -> tuple[Flow, Pools, Routing]:
+    """One whole layer: its compression if it is FULL, then `block`."""
+    if topology.mode is LayerMode.FULL:
+        pools = publish(weights, topology, flow, pools, step)
+    ring_offset = topology.index * pools.window.shape[1]
+    flow, window, routing = block(weights, topology, flow, pools, pools.window, ring_offset, step)
+    return flow, pools.replace(window=window), routing
 
 
 def attention_input(weights: LayerWeights, flow: Flow, setup: ModelSetup) -> Array:

@@ -8,6 +8,7 @@ keeps the memory of a load at the weights kept plus one leaf, and what lets each
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -117,9 +118,17 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> np.ndarray:
         """Read-only view of one tensor."""
+        ...
+
+    def release(self, name: str) -> None:
+        """The tensor was copied: its resident file pages may go."""
+        ...
 
 
 Index = tuple[slice, ...]
+
+Describe = Callable[[str], tuple[tuple[int, ...], np.dtype]]
+"""Tensor name -> shape and dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +154,24 @@ class Leaf:
         return out
 
 
-def leaf_of(shape: tuple[int, ...], dtype: np.dtype, value: Callable[[TensorSource], np.ndarray]) -> Leaf:
-    """A leaf whose whole value is cheap to get at or must be made at once; slices are taken from it."""
+def leaf_of(
+    shape: tuple[int, ...], dtype: np.dtype, names: tuple[str, ...], make: Callable[..., np.ndarray] | None = None
+) -> Leaf:
+    """A leaf made from whole tensors, whose file pages are let go afterwards.
+
+    Args:
+      shape: of the leaf; what `make` returns is reshaped to it.
+      dtype: of the leaf.
+      names: tensors to read.
+      make: called with them; None takes the only one as it is.
+    """
 
     def fill(checkpoint: TensorSource, index: Index, out: np.ndarray) -> None:
-        out[...] = value(checkpoint).reshape(shape)[index]
+        tensors = [checkpoint.tensor(name) for name in names]
+        value = tensors[0] if make is None else make(*tensors)
+        out[...] = value.reshape(shape)[index].astype(dtype, copy=False)
+        for name in names:
+            checkpoint.release(name)
 
     return Leaf(shape, dtype, fill)
 
@@ -176,23 +198,21 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 class _Leaves:
     """Leaves of the tensors of one checkpoint layout; methods name what is done to a stored tensor."""
 
-    def __init__(self, describe: Callable[[str], tuple[tuple[int, ...], np.dtype]], form: WeightForm, dtype: np.dtype):
+    def __init__(self, config: ModelConfig, describe: Describe, form: WeightForm, dtype: np.dtype):
         self.describe = describe
         self.form = form
         self.dtype = np.dtype(dtype)
+        self.wide_dtype = BFLOAT16 if form == "stored" else self.dtype
+        self.packed_experts = config.expert_dtype == "fp4"
 
     def plain(self, name: str) -> Leaf:
         shape, dtype = self.describe(name)
-        return leaf_of(shape, dtype, lambda checkpoint: checkpoint.tensor(name))
+        return leaf_of(shape, dtype, (name,))
 
     def widened(self, name: str, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> Leaf:
         """An FP8 tensor with its 32 x 32 scales multiplied in, optionally reshaped."""
-
-        def value(checkpoint: TensorSource) -> np.ndarray:
-            codes, scales = checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(f"{name}.scale")
-            return dequantize_dense(codes, scales).astype(dtype)
-
-        return leaf_of(shape or self.describe(f"{name}.weight")[0], dtype, value)
+        shape = shape or self.describe(f"{name}.weight")[0]
+        return leaf_of(shape, dtype, (f"{name}.weight", f"{name}.scale"), dequantize_dense)
 
     def dense(self, name: str) -> LinearWeight:
         if self.form == "stored":
@@ -201,6 +221,9 @@ class _Leaves:
 
     def experts(self, prefix: str, count: int, matrix: str) -> LinearWeight:
         names = [f"{prefix}.{expert}.{matrix}" for expert in range(count)]
+        if not self.packed_experts:
+            # A lossless widening of the released experts; they have no stored form of their own here.
+            return LinearWeight(stack(self.widened(name, self.wide_dtype) for name in names))
         if self.form == "stored":
             return LinearWeight(
                 stack(self.plain(f"{name}.weight") for name in names),
@@ -210,12 +233,7 @@ class _Leaves:
 
     def _widened_expert(self, name: str) -> Leaf:
         rows, half = self.describe(f"{name}.weight")[0]
-
-        def value(checkpoint: TensorSource) -> np.ndarray:
-            packed, scales = checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(f"{name}.scale")
-            return dequantize_expert(packed, scales).astype(self.dtype)
-
-        return leaf_of((rows, 2 * half), self.dtype, value)
+        return leaf_of((rows, 2 * half), self.dtype, (f"{name}.weight", f"{name}.scale"), dequantize_expert)
 
     def mix(self, layer: str, sublayer: str) -> MixWeights:
         return MixWeights(*(self.plain(f"{layer}.hc_{sublayer}_{part}") for part in ("fn", "base", "scale")))
@@ -262,7 +280,7 @@ class _Leaves:
                 # Widened in every form, as the published loader does: its input is never quantized.
                 wo_a=self.widened(
                     f"{attention}.wo_a",
-                    BFLOAT16 if self.form == "stored" else self.dtype,
+                    self.wide_dtype,
                     (text.o_groups, text.o_lora_rank, group_inputs),
                 ),
                 wo_b=self.dense(f"{attention}.wo_b"),
@@ -284,7 +302,7 @@ class _Leaves:
 
 def parameter_leaves(
     config: ModelConfig,
-    describe: Callable[[str], tuple[tuple[int, ...], np.dtype]],
+    describe: Describe,
     *,
     max_model_len: int,
     form: WeightForm,
@@ -300,7 +318,7 @@ def parameter_leaves(
       dtype: of widened weights (the activation dtype).
     """
     text = config.text
-    leaves = _Leaves(describe, form, np.dtype(dtype))
+    leaves = _Leaves(config, describe, form, np.dtype(dtype))
     stacked = []
     for run in plan_runs(config):
         layers = [leaves.layer(config, config.layers[index]) for index in run.layers]
@@ -318,7 +336,7 @@ def parameter_leaves(
 def _table_leaves(frequencies: np.ndarray, positions: int) -> RopeTable:
     def part(name: str) -> Leaf:
         shape = (positions, len(frequencies))
-        return leaf_of(shape, np.dtype(np.float32), lambda _: getattr(build_table(frequencies, positions), name))
+        return leaf_of(shape, np.dtype(np.float32), (), lambda: getattr(build_table(frequencies, positions), name))
 
     return RopeTable(part("cos"), part("sin"))
 
@@ -367,5 +385,6 @@ def layer_weights(params: Parameters, config: ModelConfig, layer: int) -> LayerW
     """The weights of one layer, without a leading axis."""
     for run, stacked in zip(plan_runs(config), params.runs):
         if layer in run.layers:
-            return jax.tree.map(lambda leaf: leaf[run.layers.index(layer)], stacked)
+            place = run.layers.index(layer)
+            return jax.tree.map(operator.itemgetter(place), stacked)
     raise ValueError(f"layer {layer} is outside 0..{config.text.num_hidden_layers - 1}")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arithmetic import decode_main_row, decode_window_row
+from pallas_kernels.rounding import round_to
 
 Array = jax.Array
 
@@ -29,7 +30,7 @@ def rotate_back(x: Array, cos: Array, sin: Array) -> Array:
     first, second = tail[..., 0::2], tail[..., 1::2]
     cos, sin = cos[:, None, :], sin[:, None, :]
     pairs = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return jnp.concatenate([kept, pairs.reshape(tail.shape).astype(x.dtype)], axis=-1)
+    return jnp.concatenate([kept, round_to(pairs.reshape(tail.shape), x.dtype)], axis=-1)
 
 
 def sparse_attention(
@@ -111,7 +112,7 @@ def _softmax_product(query: Array, keys: Array, valid: Array, sink: Array, scale
     weights = jnp.exp(scores - peak)
     # The sink is not part of the maximum; if its exponential overflows, the quotient is the right limit, zero.
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink.astype(jnp.float32)[None, :, None] - peak)
-    return (dot("nhl,nld->nhd", weights.astype(query.dtype), keys) / total).astype(query.dtype)
+    return round_to(dot("nhl,nld->nhd", round_to(weights, query.dtype), keys) / total, query.dtype)
 
 
 def _selected_rows(

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from pallas_kernels.sparse_attention import sparse_attention
 
+from pallas_kernels.rounding import round_to
+from pallas_kernels.sparse_attention import sparse_attention
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, quantize_input
 from v41jax.layers.norm import rms_norm
@@ -189,5 +190,5 @@ def project_output(heads: Array, weights: AttentionWeights, precision: Precision
             weights.wo_a.astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
-    low = low.astype(heads.dtype).reshape(heads.shape[0], -1)
+    low = round_to(low, heads.dtype).reshape(heads.shape[0], -1)
     return linear(quantize_input(low, precision), weights.wo_b, kernels)
