@@ -96,6 +96,19 @@ class Record(NamedTuple):
     candidates: Array | None
 
 
+class Taps(NamedTuple):
+    """What the draft model reads of a target forward.
+
+    Attributes:
+      features: [M, T D] activation dtype; per layer of `dspark_target_layer_ids`, ascending, the mean over the streams
+        of the residual that enters it (DSpark specification, "Target features").
+      rows: of the M rows that ran those layers.
+    """
+
+    features: Array
+    rows: Rows
+
+
 class ForwardOutput(NamedTuple):
     """What a step returns besides the pools.
 
@@ -104,11 +117,13 @@ class ForwardOutput(NamedTuple):
       cursor_mismatch: [R] bool, a CONTINUE request whose slot did not stand at `forward_start`: its state is not
         what the scheduler believes and must be rebuilt.
       record: a `Record` when asked for.
+      taps: `Taps` when the pools hold draft windows.
     """
 
     logits: Array
     cursor_mismatch: Array
     record: Record | None
+    taps: Taps | None = None
 
 
 class Step(NamedTuple):
@@ -150,6 +165,7 @@ def forward(
     phase: Phase,
     image_embeddings: tuple[Array, Array] | None = None,
     record: bool = False,
+    advance: bool = True,
 ) -> tuple[Pools, ForwardOutput]:
     """One forward over any mixture of requests.
 
@@ -162,6 +178,7 @@ def forward(
       phase: static. "decode" needs every request to continue (it never zeroes a slot) and at most `1 + S` rows each.
       image_embeddings: ([N, D] embeddings, [N] bool where they replace the token's own).
       record: static; return intermediates.
+      advance: static; False leaves the cursors where they are, for a verification that commits a prefix of the rows.
 
     Returns:
       The pools after the step, cursors advanced, and the outputs.
@@ -172,11 +189,14 @@ def forward(
     flow = embed(params, pools, batch, setup, image_embeddings)
     start = decoder_start(config)
     recorded: list[tuple[Run, Flow, LayerRecord]] | None = [] if record else None
-    flow, pools = run_layers(params, flow, pools, step, range(0, start), recorded)
-    flow, pools = run_layers(params, flow, pools, step, range(start, config.text.num_hidden_layers), recorded)
+    means: list[Array] | None = [] if setup.geometry.speculative_tokens else None
+    flow, pools = run_layers(params, flow, pools, step, range(0, start), recorded, means)
+    flow, pools = run_layers(params, flow, pools, step, range(start, config.text.num_hidden_layers), recorded, means)
     logits = head(params, flow, batch.output_rows, config)
-    pools = advance_cursors(pools, batch)
-    return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow))
+    if advance:
+        pools = advance_cursors(pools, batch)
+    taps = None if means is None else Taps(jnp.concatenate(means, axis=1), step.rows)
+    return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow), taps)
 
 
 def prepare_step(
@@ -284,6 +304,7 @@ def run_layers(
     step: Step,
     layers: range,
     recorded: list[tuple[Run, Flow, LayerRecord]] | None = None,
+    means: list[Array] | None = None,
 ) -> tuple[Flow, Pools]:
     """Runs the layers of a range that starts and ends between runs.
 
@@ -294,25 +315,43 @@ def run_layers(
       step: of the forward.
       layers: layer numbers.
       recorded: receives (run, flow after it, intermediates) of every run.
+      means: receives [N, D] of every layer the draft taps, ascending.
     """
+    tapped = () if means is None else step.setup.config.text.dspark_target_layer_ids
     for run, stacked in zip(plan_runs(step.setup.config), params.runs):
         if run.layers[0] in layers:
-            flow, pools, layer_record = run_stacked(run, stacked, flow, pools, step, recorded is not None)
+            wanted = [position for position, layer in enumerate(run.layers) if layer in tapped]
+            flow, pools, layer_record, entering = run_stacked(
+                run, stacked, flow, pools, step, recorded is not None, bool(wanted)
+            )
             if recorded is not None:
                 recorded.append((run, flow, layer_record))
+            if means is not None:
+                means.extend(entering[position] for position in wanted)
     return flow, pools
 
 
+def stream_mean(streams: Array) -> Array:
+    """Plain mean of the streams: [N, S, D] -> [N, D] activation dtype, float32 inside."""
+    return round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
+
+
 def run_stacked(
-    run: Run, stacked: LayerWeights, flow: Flow, pools: Pools, step: Step, record: bool
-) -> tuple[Flow, Pools, LayerRecord | None]:
-    """One run: a scan over its stacked weights, or its only layer."""
+    run: Run, stacked: LayerWeights, flow: Flow, pools: Pools, step: Step, record: bool, tap: bool = False
+) -> tuple[Flow, Pools, LayerRecord | None, Array | None]:
+    """One run: a scan over its stacked weights, or its only layer.
+
+    Returns:
+      The flow after it, the pools, intermediates when `record`, and when `tap` the stream means that enter its layers,
+      [n, N, D].
+    """
     if len(run.layers) == 1:
+        entering = stream_mean(flow.streams)[None] if tap else None
         weights = jax.tree.map(lambda leaf: leaf[0], stacked)
         flow, pools, routing = run_layer(weights, run.topology, flow, pools, step)
         layer_record = LayerRecord(flow.streams, flow.pre_mix, routing)
         layer_record = jax.tree.map(lambda leaf: leaf[None], layer_record) if record else None
-        return flow, pools, layer_record
+        return flow, pools, layer_record, entering
     slots = pools.window.shape[1]
 
     def body(carry: tuple[Array, Array, Array], layer: tuple[LayerWeights, Array]):
@@ -321,12 +360,12 @@ def run_stacked(
         inner = flow._replace(streams=streams, pre_mix=pre_mix)
         inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
         layer_record = LayerRecord(inner.streams, inner.pre_mix, routing) if record else None
-        return (inner.streams, inner.pre_mix, window), layer_record
+        return (inner.streams, inner.pre_mix, window), (layer_record, stream_mean(streams) if tap else None)
 
     indices = jnp.array(run.layers, jnp.int32)
     carry = (flow.streams, flow.pre_mix, pools.window)
-    (streams, pre_mix, window), layer_record = jax.lax.scan(body, carry, (stacked, indices))
-    return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record
+    (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, (stacked, indices))
+    return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
 
 
 def run_layer(

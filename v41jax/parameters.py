@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from v41jax.config import LayerMode, LayerTopology, ModelConfig
+from v41jax.config import LayerMode, LayerTopology, ModelConfig, TextConfig
 from v41jax.layers.attention import AttentionWeights
 from v41jax.layers.compressor import CompressorWeights
 from v41jax.layers.engram import EngramWeights
@@ -29,6 +29,7 @@ from v41jax.layers.rope import RopeTable, build_table, plain_frequencies, yarn_f
 from v41jax.quantization_numpy import dequantize_dense, dequantize_expert
 
 Array = jax.Array
+Tree = TypeVar("Tree")
 
 WeightForm = Literal["stored", "dequantized"]
 """`stored`: FP8 and FP4 codes with their scales. `dequantized`: widened to the activation dtype at load."""
@@ -189,7 +190,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[offset : offset + size].view(dtype).reshape(shape)
 
 
-class _Leaves:
+class LayerLeaves:
     """Leaves of the tensors of one checkpoint layout; methods name what is done to a stored tensor."""
 
     def __init__(self, config: ModelConfig, describe: Describe, form: WeightForm, dtype: np.dtype):
@@ -232,9 +233,14 @@ class _Leaves:
     def mix(self, layer: str, sublayer: str) -> MixWeights:
         return MixWeights(*(self.plain(f"{layer}.hc_{sublayer}_{part}") for part in ("fn", "base", "scale")))
 
-    def layer(self, config: ModelConfig, topology: LayerTopology) -> LayerWeights:
-        text = config.text
-        layer = f"layers.{topology.index}"
+    def layer(self, text: TextConfig, topology: LayerTopology, layer: str) -> LayerWeights:
+        """All leaves of one layer.
+
+        Args:
+          text: `n_routed_experts` is the layer's.
+          topology: of the layer.
+          layer: prefix of its tensor names.
+        """
         attention = f"{layer}.attn"
         group_inputs = text.num_attention_heads * text.head_dim // text.o_groups
         compressor = indexer = engram = None
@@ -312,10 +318,10 @@ def parameter_leaves(
       dtype: of widened weights (the activation dtype).
     """
     text = config.text
-    leaves = _Leaves(config, describe, form, np.dtype(dtype))
+    leaves = LayerLeaves(config, describe, form, np.dtype(dtype))
     stacked = []
     for run in plan_runs(config):
-        layers = [leaves.layer(config, config.layers[index]) for index in run.layers]
+        layers = [leaves.layer(text, config.layers[index], f"layers.{index}") for index in run.layers]
         stacked.append(jax.tree.map(lambda *parts: stack(parts), *layers))
     return Parameters(
         embed=leaves.plain("embed.weight"),
@@ -335,7 +341,7 @@ def _table_leaves(frequencies: np.ndarray, positions: int) -> RopeTable:
     return RopeTable(part("cos"), part("sin"))
 
 
-def abstract_parameters(leaves: Parameters) -> Parameters:
+def abstract_parameters(leaves: Tree) -> Tree:
     """The same pytree of `jax.ShapeDtypeStruct`, for compiling without weights."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
 
@@ -359,11 +365,23 @@ def load_parameters(
         arrays on the default device.
     """
 
+    describe = describe_checkpoint(checkpoint)
+    leaves = parameter_leaves(checkpoint.config, describe, max_model_len=max_model_len, form=form, dtype=dtype)
+    return load_leaves(checkpoint, leaves, shardings)
+
+
+def describe_checkpoint(checkpoint: TensorSource) -> Describe:
+    """Shapes and dtypes of an open checkpoint's tensors."""
+
     def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
         tensor = checkpoint.tensor(name)
         return tensor.shape, tensor.dtype
 
-    leaves = parameter_leaves(checkpoint.config, describe, max_model_len=max_model_len, form=form, dtype=dtype)
+    return describe
+
+
+def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None = None) -> Tree:
+    """Reads a pytree of `Leaf`s, one after the other; see `load_parameters`."""
 
     def place(leaf: Leaf, sharding: jax.sharding.Sharding | None = None) -> Array:
         if sharding is not None:
