@@ -13,9 +13,9 @@ from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
-from scheduler.batch_builder import build_batch_step
 
 from scheduler.batch import BatchStep, EngramRows
+from scheduler.batch_builder import build_batch_step
 from scheduler.buckets import Buckets
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
 from scheduler.scheduler import Scheduler

@@ -75,6 +75,7 @@ def geometry_of(
         layer_ratios=text.compress_ratios,
         index_topk=text.index_topk,
         unquantized_dtype=unquantized,
+        draft_layers=text.num_nextn_predict_layers,
     )
 
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
+from pallas_kernels.stored_rows import load_rows, store_rows
 from scheduler.batch import BatchStep, CompressionPlan, EngramRows, Preparation
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
@@ -24,6 +26,7 @@ from v41jax.layers.indexer import index_queries, select
 from v41jax.layers.linear import product, quantize_input
 from v41jax.layers.moe import Routing, moe
 from v41jax.layers.norm import rms_norm
+from v41jax.layers.rope import RopeTable
 from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
 from v41jax.parameters import LayerWeights, Parameters, Run, plan_runs
 from v41jax.precision import Precision
@@ -45,7 +48,7 @@ class ModelSetup:
 
     config: ModelConfig
     geometry: V41PoolGeometry
-    precision: Precision = Precision()
+    precision: Precision = dataclasses.field(default_factory=Precision)
     kernels: str = "auto"
 
 
@@ -93,6 +96,19 @@ class Record(NamedTuple):
     candidates: Array | None
 
 
+class Taps(NamedTuple):
+    """What the draft model reads of a target forward.
+
+    Attributes:
+      features: [M, T D] activation dtype; per layer of `dspark_target_layer_ids`, ascending, the mean over the streams
+        of the residual that enters it (DSpark specification, "Target features").
+      rows: of the M rows that ran those layers.
+    """
+
+    features: Array
+    rows: Rows
+
+
 class ForwardOutput(NamedTuple):
     """What a step returns besides the pools.
 
@@ -101,11 +117,13 @@ class ForwardOutput(NamedTuple):
       cursor_mismatch: [R] bool, a CONTINUE request whose slot did not stand at `forward_start`: its state is not
         what the scheduler believes and must be rebuilt.
       record: a `Record` when asked for.
+      taps: `Taps` when the pools hold draft windows.
     """
 
     logits: Array
     cursor_mismatch: Array
     record: Record | None
+    taps: Taps | None = None
 
 
 class Step(NamedTuple):
@@ -125,7 +143,7 @@ class Step(NamedTuple):
     phase: Phase
     rows: Rows
     requests: Requests
-    table: object
+    table: RopeTable
     plans: dict[int, CompressionPlan]
     embedded: tuple[Array, ...]
 
@@ -147,6 +165,7 @@ def forward(
     phase: Phase,
     image_embeddings: tuple[Array, Array] | None = None,
     record: bool = False,
+    advance: bool = True,
 ) -> tuple[Pools, ForwardOutput]:
     """One forward over any mixture of requests.
 
@@ -159,32 +178,43 @@ def forward(
       phase: static. "decode" needs every request to continue (it never zeroes a slot) and at most `1 + S` rows each.
       image_embeddings: ([N, D] embeddings, [N] bool where they replace the token's own).
       record: static; return intermediates.
+      advance: static; False leaves the cursors where they are, for a verification that commits a prefix of the rows.
 
     Returns:
       The pools after the step, cursors advanced, and the outputs.
     """
-    config, geometry = setup.config, setup.geometry
+    config = setup.config
     pools, mismatch = prepare_slots(pools, batch, phase)
-    step = Step(
+    step = prepare_step(params, batch, engram_rows, setup, phase)
+    flow = embed(params, pools, batch, setup, image_embeddings)
+    start = decoder_start(config)
+    recorded: list[tuple[Run, Flow, LayerRecord]] | None = [] if record else None
+    means: list[Array] | None = [] if setup.geometry.speculative_tokens else None
+    flow, pools = run_layers(params, flow, pools, step, range(0, start), recorded, means)
+    flow, pools = run_layers(params, flow, pools, step, range(start, config.text.num_hidden_layers), recorded, means)
+    logits = head(params, flow, batch.output_rows, config)
+    if advance:
+        pools = advance_cursors(pools, batch)
+    taps = None if means is None else Taps(jnp.concatenate(means, axis=1), step.rows)
+    return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow), taps)
+
+
+def prepare_step(
+    params: Parameters, batch: BatchStep, engram_rows: EngramRows, setup: ModelSetup, phase: Phase
+) -> Step:
+    """What every layer of a forward over all rows of the batch shares."""
+    return Step(
         setup=setup,
         phase=phase,
-        rows=prepare_rows(batch, params.plain, params.yarn, ring=geometry.ring, phase=phase),
+        rows=prepare_rows(batch, params.plain, params.yarn, ring=setup.geometry.ring, phase=phase),
         requests=Requests(batch.slots, batch.block_tables),
         table=params.yarn,
-        plans=dict(zip(geometry.ratios, batch.plans)),
+        plans=dict(zip(setup.geometry.ratios, batch.plans)),
         embedded=tuple(
             embed_rows(codes, scales, setup.precision.activation_dtype)
             for codes, scales in zip(engram_rows.codes, engram_rows.scales)
         ),
     )
-    flow = embed(params, pools, batch, setup, image_embeddings)
-    start = decoder_start(config)
-    recorded: list[tuple[Run, Flow, LayerRecord]] | None = [] if record else None
-    flow, pools = run_layers(params, flow, pools, step, range(0, start), recorded)
-    flow, pools = run_layers(params, flow, pools, step, range(start, config.text.num_hidden_layers), recorded)
-    logits = head(params, flow, batch.output_rows, config)
-    pools = advance_cursors(pools, batch)
-    return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow))
 
 
 def prepare_slots(pools: Pools, batch: BatchStep, phase: Phase) -> tuple[Pools, Array]:
@@ -208,7 +238,8 @@ def prepare_slots(pools: Pools, batch: BatchStep, phase: Phase) -> tuple[Pools, 
 
     def clear(layer: Array, rings: Array) -> Array:
         # One layer at a time: zeros for all layers of all requests at once would be a large temporary.
-        return rings.at[jnp.where(reset, layer * slots + batch.slots, layers * slots)].set(0, mode="drop")
+        owner = jnp.where(reset, layer * slots + batch.slots, layers * slots)
+        return store_rows(rings, (owner,), jnp.zeros((), rings.dtype))
 
     rings = jax.lax.fori_loop(0, layers, clear, rings)
     cleared = jnp.where(reset, batch.slots, slots)
@@ -249,10 +280,10 @@ def embed(
     """Token or image embeddings copied to every stream, and the first pre-mix."""
     last = pools.last_token[batch.slots[jnp.maximum(batch.batch_ids, 0)]]
     ids = jnp.where(batch.token_ids == -1, last, batch.token_ids)
-    x = params.embed[jnp.clip(ids, 0, params.embed.shape[0] - 1)].astype(setup.precision.activation_dtype)
+    x = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
     if image_embeddings is not None:
         embeddings, mask = image_embeddings
-        x = jnp.where(mask[:, None], embeddings.astype(x.dtype), x)
+        x = jnp.where(mask[:, None], round_to(embeddings, x.dtype), x)
     count = setup.config.text.hc_mult
     streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], count, x.shape[1]))
     first = jnp.zeros((x.shape[0], count), jnp.float32).at[:, 0].set(1.0)
@@ -273,6 +304,7 @@ def run_layers(
     step: Step,
     layers: range,
     recorded: list[tuple[Run, Flow, LayerRecord]] | None = None,
+    means: list[Array] | None = None,
 ) -> tuple[Flow, Pools]:
     """Runs the layers of a range that starts and ends between runs.
 
@@ -283,28 +315,44 @@ def run_layers(
       step: of the forward.
       layers: layer numbers.
       recorded: receives (run, flow after it, intermediates) of every run.
+      means: receives [N, D] of every layer the draft taps, ascending.
     """
+    tapped = () if means is None else step.setup.config.text.dspark_target_layer_ids
     for run, stacked in zip(plan_runs(step.setup.config), params.runs):
         if run.layers[0] in layers:
-            flow, pools, layer_record = run_stacked(run, stacked, flow, pools, step, recorded is not None)
+            wanted = [position for position, layer in enumerate(run.layers) if layer in tapped]
+            flow, pools, layer_record, entering = run_stacked(
+                run, stacked, flow, pools, step, recorded is not None, bool(wanted)
+            )
             if recorded is not None:
                 recorded.append((run, flow, layer_record))
+            if means is not None:
+                means.extend(entering[position] for position in wanted)
     return flow, pools
 
 
+def stream_mean(streams: Array) -> Array:
+    """Plain mean of the streams: [N, S, D] -> [N, D] activation dtype, float32 inside."""
+    return round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
+
+
 def run_stacked(
-    run: Run, stacked: LayerWeights, flow: Flow, pools: Pools, step: Step, record: bool
-) -> tuple[Flow, Pools, LayerRecord | None]:
-    """One run: a scan over its stacked weights, or its only layer."""
-    slots = pools.window.shape[1]
+    run: Run, stacked: LayerWeights, flow: Flow, pools: Pools, step: Step, record: bool, tap: bool = False
+) -> tuple[Flow, Pools, LayerRecord | None, Array | None]:
+    """One run: a scan over its stacked weights, or its only layer.
+
+    Returns:
+      The flow after it, the pools, intermediates when `record`, and when `tap` the stream means that enter its layers,
+      [n, N, D].
+    """
     if len(run.layers) == 1:
+        entering = stream_mean(flow.streams)[None] if tap else None
         weights = jax.tree.map(lambda leaf: leaf[0], stacked)
-        if weights.compressor is not None:
-            pools = publish(weights, run.topology, flow, pools, step)
-        flow, window, routing = block(weights, run.topology, flow, pools, pools.window, run.layers[0] * slots, step)
+        flow, pools, routing = run_layer(weights, run.topology, flow, pools, step)
         layer_record = LayerRecord(flow.streams, flow.pre_mix, routing)
         layer_record = jax.tree.map(lambda leaf: leaf[None], layer_record) if record else None
-        return flow, pools.replace(window=window), layer_record
+        return flow, pools, layer_record, entering
+    slots = pools.window.shape[1]
 
     def body(carry: tuple[Array, Array, Array], layer: tuple[LayerWeights, Array]):
         streams, pre_mix, window = carry
@@ -312,12 +360,23 @@ def run_stacked(
         inner = flow._replace(streams=streams, pre_mix=pre_mix)
         inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
         layer_record = LayerRecord(inner.streams, inner.pre_mix, routing) if record else None
-        return (inner.streams, inner.pre_mix, window), layer_record
+        return (inner.streams, inner.pre_mix, window), (layer_record, stream_mean(streams) if tap else None)
 
     indices = jnp.array(run.layers, jnp.int32)
     carry = (flow.streams, flow.pre_mix, pools.window)
-    (streams, pre_mix, window), layer_record = jax.lax.scan(body, carry, (stacked, indices))
-    return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record
+    (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, (stacked, indices))
+    return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
+
+
+def run_layer(
+    weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: Pools, step: Step
+) -> tuple[Flow, Pools, Routing]:
+    """One whole layer: its compression if it is FULL, then `block`."""
+    if topology.mode is LayerMode.FULL:
+        pools = publish(weights, topology, flow, pools, step)
+    ring_offset = topology.index * pools.window.shape[1]
+    flow, window, routing = block(weights, topology, flow, pools, pools.window, ring_offset, step)
+    return flow, pools.replace(window=window), routing
 
 
 def attention_input(weights: LayerWeights, flow: Flow, setup: ModelSetup) -> Array:

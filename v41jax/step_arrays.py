@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scheduler.compression_plans import closing_capacity, tail_capacity
 
 from scheduler.batch import DEAD, BatchStep, CompressionPlan, EngramRows, Preparation, TailPlan
 from scheduler.buckets import StepShape
+from scheduler.compression_plans import closing_capacity, tail_capacity
 from scheduler.pool_geometry import V41PoolGeometry
 from v41jax.config import ModelConfig
 

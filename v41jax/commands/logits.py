@@ -55,9 +55,7 @@ def logits(
     ] = True,
     chunks: Annotated[str, typer.Option(help="Rows of each forward, comma separated; the last repeats.")] = "",
     implementation: Annotated[Implementation, typer.Option()] = Implementation.JAX,
-    image: Annotated[
-        Path | None, typer.Option(help="Image prompt, .npz with ids, patches, grid and types.")
-    ] = None,
+    image: Annotated[Path | None, typer.Option(help="Image prompt, .npz with ids, patches, grid and types.")] = None,
 ) -> None:
     """Writes the logits of every position of one prompt."""
     precision = Precision(jnp.dtype(dtype.value), activation_quantization)
