@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.rounding import round_to
 from v41jax.quantization import (
     BLOCK,
     decode_e2m1,
@@ -177,9 +178,9 @@ def score_rows(
         dots = dots * query_scale[..., None]
     rounded = jnp.dtype(score_dtype) != jnp.float32
     if rounded:
-        dots = dots.astype(score_dtype).astype(jnp.float32)
+        dots = round_to(dots, score_dtype).astype(jnp.float32)
     terms = jnp.maximum(dots, 0) * weights[..., None]
     if rounded:
-        terms = terms.astype(score_dtype).astype(jnp.float32)
+        terms = round_to(terms, score_dtype).astype(jnp.float32)
     scores = jnp.sum(terms, axis=1)
-    return scores.astype(score_dtype).astype(jnp.float32) if rounded else scores
+    return round_to(scores, score_dtype).astype(jnp.float32) if rounded else scores

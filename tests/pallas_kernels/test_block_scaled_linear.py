@@ -1,0 +1,46 @@
+"""Every implementation of `block_scaled_linear` against float64 on the decoded operands."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.block_scaled_linear import block_scaled_linear
+from v41jax import quantization_numpy as quantization
+
+
+def linear_case(seed, rows, inputs, outputs, dtype):
+    """x on the Q8 grid, codes, scales, and the float64 product."""
+    rng = np.random.default_rng(seed)
+    x = quantization.fake_q8(np.asarray(jnp.asarray(rng.normal(size=(rows, inputs)), dtype)))
+    codes = rng.normal(size=(outputs, inputs)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.integers(115, 130, (outputs // 32, inputs // 32)).astype(np.uint8)
+    weight = quantization.dequantize_dense(codes, scales).astype(np.float64)
+    return jnp.asarray(x), jnp.asarray(codes), jnp.asarray(scales), np.asarray(x, np.float64) @ weight.T
+
+
+def assert_product(found, expected, dtype):
+    found = np.asarray(found)
+    assert found.dtype == dtype
+    step = 2.0**-8 if dtype == jnp.bfloat16 else 3e-5
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=step, atol=5e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 96), (7, 128, 32), (33, 96, 160)])
+def test_product_equals_float64_of_decoded_operands(dtype, rows, inputs, outputs):
+    x, codes, scales, expected = linear_case(rows, rows, inputs, outputs, dtype)
+    assert_product(jax.jit(block_scaled_linear)(x, codes, scales), expected, dtype)
+
+
+def test_codes_may_come_as_bytes():
+    x, codes, scales, _ = linear_case(0, 3, 64, 64, jnp.float32)
+    as_bytes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    np.testing.assert_array_equal(block_scaled_linear(x, as_bytes, scales), block_scaled_linear(x, codes, scales))
+
+
+def test_shapes_that_do_not_fit_are_named():
+    x, codes, scales, _ = linear_case(0, 3, 64, 64, jnp.float32)
+    with pytest.raises(ValueError, match=r"scales \(1, 2\)"):
+        block_scaled_linear(x, codes, scales[:1])

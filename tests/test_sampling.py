@@ -1,0 +1,84 @@
+"""Sampling: each row alone, exact filters, and the distribution that the parameters describe."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from v41jax.sampling import SamplingInputs, sample
+
+
+def inputs(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=0, positions=0):
+    def full(value, dtype):
+        return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+
+    return SamplingInputs(
+        full(temperature, jnp.float32),
+        full(top_k, jnp.int32),
+        full(top_p, jnp.float32),
+        full(min_p, jnp.float32),
+        full(seeds, jnp.uint32),
+        full(positions, jnp.int32),
+    )
+
+
+def draw(logits, parameters):
+    return np.asarray(sample(jnp.asarray(logits, jnp.float32), parameters))
+
+
+def test_temperature_zero_takes_the_largest_logit_and_the_smaller_id_on_ties():
+    logits = np.array([[0.0, 3.0, 3.0, -1.0], [2.0, 2.0, 2.0, 2.0]])
+    assert draw(logits, inputs(2, temperature=0.0)).tolist() == [1, 0]
+    assert draw(logits, inputs(2, temperature=np.array([0.0, 1.0]), top_k=1)).tolist() == [1, 0]
+
+
+def test_a_row_draws_the_same_token_alone_and_in_any_batch():
+    logits = np.random.default_rng(0).normal(size=(6, 50))
+    seeds, positions = np.arange(6) * 7, np.arange(6) + 3
+    together = draw(logits, inputs(6, seeds=seeds, positions=positions, top_k=20, top_p=0.9))
+    for row in np.random.default_rng(1).permutation(6):
+        alone = draw(logits[row : row + 1], inputs(1, seeds=seeds[row], positions=positions[row], top_k=20, top_p=0.9))
+        assert alone[0] == together[row]
+
+
+def test_seed_and_position_both_change_the_noise():
+    logits = np.zeros((64, 1000))
+    by_seed = draw(logits, inputs(64, seeds=np.arange(64)))
+    by_position = draw(logits, inputs(64, positions=np.arange(64)))
+    assert len(set(by_seed.tolist())) > 50
+    assert len(set(by_position.tolist())) > 50
+
+
+@pytest.mark.parametrize(
+    ("parameters", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 1}, {0}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 0.51}, {0, 1}),
+        ({"top_p": 1e-9}, {0}),
+        ({"min_p": 0.5}, {0, 1}),
+        ({"min_p": 0.51}, {0}),
+        ({"top_k": 2, "top_p": 0.66}, {0}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_filters_keep_exactly_the_described_tokens(parameters, allowed):
+    logits = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
+    drawn = draw(np.tile(logits, (512, 1)), inputs(512, seeds=np.arange(512), **parameters))
+    assert set(drawn.tolist()) == allowed
+
+
+def test_top_k_breaks_ties_toward_the_smaller_id():
+    drawn = draw(np.zeros((256, 5)), inputs(256, seeds=np.arange(256), top_k=2))
+    assert set(drawn.tolist()) == {0, 1}
+
+
+def test_drawn_frequencies_follow_the_tempered_softmax():
+    logits = np.array([1.0, 0.0, -1.0, 2.0, -3.0])
+    draws = 20_000
+    drawn = draw(np.tile(logits, (draws, 1)), inputs(draws, seeds=np.arange(draws), temperature=0.7))
+    expected = np.asarray(jax.nn.softmax(logits / 0.7))
+    observed = np.bincount(drawn, minlength=5) / draws
+    # Five standard deviations of a binomial share.
+    assert np.all(np.abs(observed - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws))
