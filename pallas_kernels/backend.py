@@ -11,9 +11,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+import importlib
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
 ROUTES = ("tpu", "triton")
@@ -147,3 +153,47 @@ def report() -> dict[str, tuple[str, ...]]:
 def clear_report() -> None:
     """Forgets the recorded choices."""
     _report.clear()
+
+
+@functools.cache
+def triton() -> types.ModuleType:
+    """`jax.experimental.pallas.triton`, present but deprecated from JAX 0.11 and the only way of Pallas to ROCm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("jax.experimental.pallas.triton")
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    out_shape: Any,
+    *,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    name: str,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A `pallas_call` of the Triton route whose operands and results are whole arrays in device memory.
+
+    Args:
+      kernel: takes one ref per operand and then one per result.
+      out_shape: shape structs of the results.
+      grid: programs along each axis; the first varies fastest.
+      num_warps: warps of one program.
+      num_stages: depth of the software pipeline over loops.
+      interpret: run as plain JAX operations.
+      name: shown in profiles.
+      input_output_aliases: operand to result positions that share memory.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pl.pallas_call(
+            kernel,
+            out_shape=out_shape,
+            grid=grid,
+            compiler_params=triton().CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            name=name,
+            input_output_aliases=dict(input_output_aliases or {}),
+        )

@@ -28,12 +28,12 @@ LAYER_NEEDS = (
 )
 # module prefix -> (prefixes of ours it may import, whether it may import device libraries)
 RULES = {
-    "scheduler.pools": (("scheduler.pool_geometry",), True),
+    "scheduler.pools": (("scheduler.batch", "scheduler.pool_geometry"), True),
     "scheduler": (("scheduler",), False),
     "checkpoints.orbax_store": ((*CHECKPOINT_NEEDS, "v41jax.parameters", "v41jax.sharding"), True),
     "checkpoints": (CHECKPOINT_NEEDS, False),
     "pallas_kernels": (("pallas_kernels", "v41jax.quantization"), True),
-    "v41jax.config": (("v41jax.engram_primes",), False),
+    "v41jax.config": (("v41jax.config_rules", "v41jax.presets", "v41jax.engram_primes"), False),
     "v41jax.protocol": (("v41jax.protocol", "v41jax.tokenizer"), False),
     "v41jax.reference": (
         (
@@ -43,12 +43,13 @@ RULES = {
             "v41jax.engram_hashing",
             "v41jax.engram_primes",
             "v41jax.token_map",
+            "scheduler.batch",
             "checkpoints",
         ),
         False,
     ),
     "v41jax.layers": (LAYER_NEEDS, True),
-    "v41jax.model": (LAYER_NEEDS, True),
+    "v41jax.model": ((*LAYER_NEEDS, "v41jax.parameters"), True),
 }
 
 

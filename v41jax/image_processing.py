@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -47,13 +48,16 @@ class ImageLimits:
     max_pixels: int = 64_000_000
 
 
+DEFAULT_LIMITS = ImageLimits()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProcessedImage:
     """What the vision tower reads.
 
     Attributes:
       patches: [grid.patches, CHANNELS * patch_size**2] bfloat16 in reading order, each patch flattened as channel, row,
-        column; values in [-1, 1]. Read-only.
+        column; values in [-1, 1]. Read-only. Comparisons may put float32 here.
       grid: its grids.
     """
 
@@ -69,7 +73,32 @@ class ProcessedImage:
         self.patches.flags.writeable = False
 
 
-def image_size(data: bytes, limits: ImageLimits = ImageLimits()) -> tuple[int, int]:
+def image_from_arrays(patches: np.ndarray, grid: Sequence[int], config: VisionConfig) -> ProcessedImage:
+    """Takes an image that was processed elsewhere, as comparison files hold it.
+
+    Args:
+      patches: [patches, CHANNELS, patch_size, patch_size] float, normalised, in reading order.
+      grid: patch rows, patch columns, language rows, language columns.
+      config: the checkpoint's vision configuration.
+
+    Raises:
+      ImageError: shapes or grids that do not follow from the configuration.
+    """
+    sizes = [int(size) for size in grid]
+    if len(sizes) != 4:
+        raise ImageError(
+            f"grid {sizes} has {len(sizes)} sizes; it holds patch rows and columns, language rows and columns"
+        )
+    expected = ImageGrid.of_patches(*sizes[:2], config.downsample_ratio)
+    if sizes != [expected.patch_rows, expected.patch_columns, expected.rows, expected.columns]:
+        raise ImageError(f"grid {sizes} does not follow from its patches by the ratio {config.downsample_ratio}")
+    shape = (expected.patches, CHANNELS, config.patch_size, config.patch_size)
+    if patches.shape != shape:
+        raise ImageError(f"patches have shape {patches.shape}; grid {sizes} needs {shape}")
+    return ProcessedImage(patches.reshape(expected.patches, -1).copy(), expected)
+
+
+def image_size(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
     """(width, height) from the header of an image file, after every check that needs no pixels.
 
     Raises:
@@ -79,7 +108,7 @@ def image_size(data: bytes, limits: ImageLimits = ImageLimits()) -> tuple[int, i
         return image.size
 
 
-def decode_image(data: bytes, limits: ImageLimits = ImageLimits()) -> Image.Image:
+def decode_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
     """Decodes a still image to RGB the way Pillow's `convert` does (vision specification, "Pixels").
 
     Alpha and palettes are dropped, CMYK and 16-bit colour are converted; EXIF rotation and colour profiles are not
@@ -105,7 +134,7 @@ def decode_image(data: bytes, limits: ImageLimits = ImageLimits()) -> Image.Imag
             raise ImageError(f"the {image.format} image is truncated or damaged: {error}") from error
 
 
-def process_image(data: bytes, config: VisionConfig, limits: ImageLimits = ImageLimits()) -> ProcessedImage:
+def process_image(data: bytes, config: VisionConfig, limits: ImageLimits = DEFAULT_LIMITS) -> ProcessedImage:
     """Decodes an image file and cuts it into patches.
 
     Raises:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arithmetic import decode_e4m3, decode_e8m0
+from pallas_kernels.rounding import round_to
 
 Array = jax.Array
 
@@ -26,4 +27,4 @@ def block_scaled_linear(x: Array, codes: Array, scales: Array) -> Array:
     weight = dequantize(codes, scales, x.dtype)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     product = jnp.einsum("nk,ok->no", x, weight, precision=precision, preferred_element_type=jnp.float32)
-    return product.astype(x.dtype)
+    return round_to(product, x.dtype)

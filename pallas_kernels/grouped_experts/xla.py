@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.arithmetic import decode_expert_halves, even_odd, fake_q8
 from pallas_kernels.grouped_experts.types import ExpertWeights
+from pallas_kernels.rounding import round_to
 
 Array = jax.Array
 
@@ -30,7 +31,7 @@ def activate(gate: Array, up: Array, routing: Array, swiglu_limit: float, dtype:
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
     if swiglu_limit > 0:
         gate, up = jnp.minimum(gate, swiglu_limit), jnp.clip(up, -swiglu_limit, swiglu_limit)
-    return (routing[:, None] * (jax.nn.silu(gate) * up)).astype(dtype)
+    return round_to(routing[:, None] * (jax.nn.silu(gate) * up), dtype)
 
 
 def grouped_experts(
@@ -59,7 +60,7 @@ def grouped_experts(
         else:
             matrix = _expert_matrix(weight, index).astype(dtype)
         product = jnp.einsum("tk,ok->to", values, matrix, precision=precision, preferred_element_type=jnp.float32)
-        return product.astype(dtype)
+        return round_to(product, dtype)
 
     served = valid[:, None] & (expert_ids >= 0) & (expert_ids < experts)
     flat = jnp.where(served, expert_ids, experts).reshape(-1)

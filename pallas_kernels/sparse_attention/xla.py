@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arithmetic import decode_main_row, decode_window_row
+from pallas_kernels.rounding import round_to
+from pallas_kernels.stored_rows import load_rows
 
 Array = jax.Array
 
@@ -29,7 +31,7 @@ def rotate_back(x: Array, cos: Array, sin: Array) -> Array:
     first, second = tail[..., 0::2], tail[..., 1::2]
     cos, sin = cos[:, None, :], sin[:, None, :]
     pairs = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return jnp.concatenate([kept, pairs.reshape(tail.shape).astype(x.dtype)], axis=-1)
+    return jnp.concatenate([kept, round_to(pairs.reshape(tail.shape), x.dtype)], axis=-1)
 
 
 def sparse_attention(
@@ -111,7 +113,7 @@ def _softmax_product(query: Array, keys: Array, valid: Array, sink: Array, scale
     weights = jnp.exp(scores - peak)
     # The sink is not part of the maximum; if its exponential overflows, the quotient is the right limit, zero.
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink.astype(jnp.float32)[None, :, None] - peak)
-    return (dot("nhl,nld->nhd", weights.astype(query.dtype), keys) / total).astype(query.dtype)
+    return round_to(dot("nhl,nld->nhd", round_to(weights, query.dtype), keys) / total, query.dtype)
 
 
 def _selected_rows(
@@ -121,7 +123,7 @@ def _selected_rows(
     pages, per_page, _ = main.shape
     entries = jnp.clip(selected, 0, block_tables.shape[1] * per_page - 1)
     page = jnp.clip(block_tables[request[:, None], entries // per_page], 0, pages - 1)
-    rows = main[page, entries % per_page]
+    rows = load_rows(main, (page, entries % per_page))
     return (decode_main_row(rows) if main_format == "fp4" else rows).astype(dtype)
 
 
@@ -142,7 +144,7 @@ def _window_rows(
     back = jnp.arange(window - 1, -1, -1, dtype=jnp.int32)
     wanted = positions[:, None] - back
     valid = wanted >= jnp.maximum(floor, 0)[:, None]
-    rows = ring[slots[request][:, None], jnp.maximum(wanted, 0) % ring.shape[1]]
+    rows = load_rows(ring, (slots[request][:, None], jnp.maximum(wanted, 0) % ring.shape[1]))
     rows = (decode_window_row(rows) if window_format == "fp8" else rows).astype(dtype)
     if in_forward.shape[0]:
         index = jnp.clip(own_row[:, None] - back, 0, in_forward.shape[0] - 1)

@@ -1,12 +1,13 @@
 """Compiles Pallas kernels of the Triton route to AMD and NVIDIA machine code, on a machine that has no GPU.
 
 JAX's ROCm lowering holds each kernel's Triton IR, and Triton's own compiler turns that into a code object. The Triton
-inside jaxlib makes the binary that runs, so registers and shared memory read here are indicative; legality carries over.
+inside jaxlib makes the binary that runs: registers and shared memory read here are indicative, legality carries over.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 from jaxlib.mlir import ir
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.triton import dialect as triton_dialect
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -91,12 +93,20 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKe
         if "ir" not in config:
             continue
         context = ir.Context()
+        context.append_dialect_registry(_upstream_dialects())
         triton_dialect.register_dialect(context)
         context.load_all_available_dialects()
         with context:
             text = ir.Module.parse(config["ir"].value_bytes).operation.get_asm()
         kernels.append(TritonKernel(config["name"].value, config["num_warps"].value, config["num_stages"].value, text))
     return kernels
+
+
+@functools.cache
+def _upstream_dialects() -> ir.DialectRegistry:
+    registry = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    return registry
 
 
 def compile_kernel(kernel: TritonKernel, target: str) -> GpuBuild:

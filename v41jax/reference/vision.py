@@ -42,9 +42,7 @@ def encode_image(
         hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{prefix}.mlp.w2.weight"].T
     hidden = _norm(hidden, weights["vision.norm.weight"])
     cells = merge_cells(hidden.reshape(patch_rows, patch_columns, -1), config.downsample_ratio)
-    inner = _linear(cells, weights, "aligner.w1")
-    gelu = inner * 0.5 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
-    return _linear(gelu, weights, "aligner.w2")
+    return _linear(gelu(_linear(cells, weights, "aligner.w1")), weights, "aligner.w2")
 
 
 def merge_cells(features: np.ndarray, ratio: int) -> np.ndarray:
@@ -78,6 +76,11 @@ def rotate(vectors: np.ndarray, angles: np.ndarray) -> np.ndarray:
     first, second = np.split(vectors, 2, axis=-1)
     cos, sin = np.cos(angles), np.sin(angles)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """The exact GELU, by the error function."""
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
 def _angles(patch_rows: int, patch_columns: int, config: VisionConfig) -> np.ndarray:

@@ -1,0 +1,131 @@
+"""Static shapes of compiled steps: the ladders that row, request and page counts are rounded up to.
+
+Source: runtime specification, "Bucketing".
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import NamedTuple
+
+from scheduler.pool_geometry import V41PoolGeometry
+from scheduler.runtime_config import EngineConfig
+from scheduler.scheduled_batch import Phase, ScheduledBatch
+
+DECODE_LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
+
+
+class StepShape(NamedTuple):
+    """Everything static about a compiled step; usable as a cache key.
+
+    Attributes:
+      phase: prefill or decode.
+      rows: `N`, rows of the flat batch.
+      requests: `R`, request descriptors.
+      pages: `P`, columns of the block tables.
+      outputs: `F`, rows whose logits are wanted; 0 when no request finishes its prefill.
+      query_width: rows of one request at most.
+      tail: decoder rows are `[outputs, W]` of the finishing requests (decoder replay); False when every row runs
+        every layer. With `outputs` 0 and `tail` set the forward ends at the decoder's compression.
+    """
+
+    phase: Phase
+    rows: int
+    requests: int
+    pages: int
+    outputs: int
+    query_width: int
+    tail: bool
+
+
+def decode_ladder(max_num_seqs: int) -> tuple[int, ...]:
+    """The default batch sizes, ending exactly at `max_num_seqs`, doubling above 256."""
+    ladder = list(DECODE_LADDER)
+    while ladder[-1] < max_num_seqs:
+        ladder.append(2 * ladder[-1])
+    return (*(size for size in ladder if size < max_num_seqs), max_num_seqs)
+
+
+def prefill_token_ladder(max_tokens: int) -> tuple[int, ...]:
+    """Row counts of prefill steps: multiples of 128 up to 2,048, then of 1,024, ending at the budget rounded up."""
+    top = _round_up(max_tokens, 128)
+    fine = range(128, min(top, 2048) + 1, 128)
+    coarse = range(3072, top, 1024)
+    return tuple(sorted({*fine, *coarse, top}))
+
+
+def powers_ladder(top: int, first: int, factor: int) -> tuple[int, ...]:
+    """`first`, `first * factor`, ... below `top`, then `top`."""
+    sizes = []
+    size = first
+    while size < top:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, top)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The ladders of one engine; every ladder is ascending and its last entry is the most a step can need.
+
+    Attributes:
+      decode_requests: batch sizes of decode steps.
+      prefill_rows: row counts of prefill steps.
+      prefill_requests: request counts of prefill steps, also their output counts.
+      prefill_pages: block-table columns of prefill steps.
+      decode_pages: block-table columns of decode steps; one entry keeps the full width.
+    """
+
+    decode_requests: tuple[int, ...]
+    prefill_rows: tuple[int, ...]
+    prefill_requests: tuple[int, ...]
+    prefill_pages: tuple[int, ...]
+    decode_pages: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            ladder = getattr(self, field.name)
+            if not ladder or ladder[0] < 1 or list(ladder) != sorted(set(ladder)):
+                raise ValueError(f"{field.name} {list(ladder)} must be ascending positive integers")
+
+    @classmethod
+    def default(cls, config: EngineConfig, geometry: V41PoolGeometry, num_pages: int, max_model_len: int) -> Buckets:
+        """The ladders a configuration implies."""
+        pages = min(geometry.pages_for(max_model_len), num_pages)
+        return cls(
+            decode_requests=config.decode_buckets or decode_ladder(config.max_num_seqs),
+            prefill_rows=prefill_token_ladder(config.max_num_batched_tokens),
+            prefill_requests=powers_ladder(min(config.max_num_seqs, config.max_num_batched_tokens), 1, 4),
+            prefill_pages=powers_ladder(pages, 4, 4),
+            decode_pages=(pages,),
+        )
+
+    def shape(self, batch: ScheduledBatch) -> StepShape:
+        """The smallest static shape that holds a batch.
+
+        Raises:
+          ValueError: when a ladder ends below what the batch needs.
+        """
+        width = max(int(batch.table_lengths.max()), 1)
+        if batch.phase is Phase.DECODE:
+            requests = _fit("decode requests", self.decode_requests, batch.num_requests)
+            pages = _fit("decode pages", self.decode_pages, width)
+            return StepShape(Phase.DECODE, requests, requests, pages, requests, 1, False)
+        rows = _fit("prefill rows", self.prefill_rows, batch.num_rows)
+        requests = _fit("prefill requests", self.prefill_requests, batch.num_requests)
+        pages = _fit("prefill pages", self.prefill_pages, width)
+        finishing = int(batch.is_final.sum())
+        outputs = _fit("prefill requests", self.prefill_requests, finishing) if finishing else 0
+        return StepShape(Phase.PREFILL, rows, requests, pages, outputs, rows, batch.decoder_replay)
+
+
+def _fit(what: str, ladder: tuple[int, ...], size: int) -> int:
+    index = bisect.bisect_left(ladder, size)
+    if index == len(ladder):
+        raise ValueError(f"a step needs {size} {what}, the ladder ends at {ladder[-1]}")
+    return ladder[index]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

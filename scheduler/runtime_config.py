@@ -1,0 +1,372 @@
+"""The options of a serving runtime and every reason to refuse them before weights or pools are touched.
+
+Option names are those of the runtime specification, "Options", in snake case. Which options of parts that do not
+exist yet are known by name, so that asking for one is refused and never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler.model_view import SUPPORTED_ARCHITECTURE, ModelView
+from scheduler.pool_geometry import V41PoolGeometry
+from scheduler.states import CheckpointSpec, StateTransfer
+
+_log = logging.getLogger(__name__)
+
+_NATIVE_QUANTIZATION = {
+    "quant_method": "fp8",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "expert_dtype": "fp4",
+}
+
+
+class RuntimeConfigError(ValueError):
+    """Options that cannot be served; `faults` holds one line each."""
+
+    def __init__(self, faults: list[str]):
+        self.faults = tuple(faults)
+        super().__init__("; ".join(faults))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of the engine; see the runtime specification, "Options", for the meaning of each.
+
+    Attributes:
+      kv_cache_dtype: "bf16" or "fp4" (then the windows are FP8).
+      index_cache_dtype: "fp8" or "fp4".
+      kv_cache_block_size: PAGE, in tokens.
+      enable_prefix_caching: reuse pages of equal prefixes.
+      encoder_swa_bounded_replay: rebuild encoder windows after a hit; off restores checkpoint images.
+      decoder_swa_bounded_replay: prefill runs the decoder on the last `W` rows only.
+      enable_chunked_prefill: a prompt may be split over several steps.
+      max_num_batched_tokens: rows of one step, recomputed rows included.
+      long_prefill_token_threshold: new tokens one request may prefill in a step; 0 means no cap.
+      max_num_seqs: requests that run at once, the number of state slots.
+      max_model_len: tokens of one request at most; None takes the model's maximum.
+      memory_utilization: fraction of device memory to use.
+      state_checkpoint_interval_tokens: ladder of checkpoint images; 0 none, -1 demand and prompt end only.
+      num_pages: PAGE units of the pool; None sizes it from memory.
+      dtype: activation dtype, "bfloat16" or "float32".
+      activation_quantization: apply the activation quantizers of the model.
+      kernels: "auto", "xla" or "pallas".
+      mesh: devices per named axis, `data` and `model`.
+      enable_expert_parallel: shard whole experts instead of their intermediate dimension.
+      enforce_eager: run without whole-step compilation.
+      execution_mode: "FULL" or "PIECEWISE", with `enforce_eager` off.
+      compile_level: 0 or 3.
+      decode_buckets: ascending batch sizes of compiled decode steps; empty takes the default ladder.
+      admission_delay_factor: multiple of the last prefill's duration that a waiting request is held back.
+      speculative_method, num_speculative_tokens, speculative_model: draft model; "dspark" with 5 tokens.
+      dynamic_verify_lengths, calibration_profile, relaxed_acceptance: speculation details.
+      kv_transfer_connector: external page storage.
+      prompt_logprobs, export_hidden_states: outputs of rows other than the last.
+      pipeline_parallel_size, prefill_context_parallel_size, decode_context_parallel_size, data_parallel_size,
+        enable_dp_attention, two_batch_overlap, rapid_serve, plugin_mode, online_quantization, enable_eplb: known and
+        refused.
+    """
+
+    kv_cache_dtype: str = "bf16"
+    index_cache_dtype: str = "fp8"
+    kv_cache_block_size: int = 128
+    enable_prefix_caching: bool = True
+    encoder_swa_bounded_replay: bool = True
+    decoder_swa_bounded_replay: bool = True
+    enable_chunked_prefill: bool = True
+    max_num_batched_tokens: int = 16384
+    long_prefill_token_threshold: int = 0
+    max_num_seqs: int = 512
+    max_model_len: int | None = None
+    memory_utilization: float = 0.9
+    state_checkpoint_interval_tokens: int = 8192
+    num_pages: int | None = None
+    dtype: str = "bfloat16"
+    activation_quantization: bool = True
+    kernels: str = "auto"
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"data": 1, "model": 1})
+    enable_expert_parallel: bool = False
+    enforce_eager: bool = False
+    execution_mode: str = "FULL"
+    compile_level: int = 3
+    decode_buckets: tuple[int, ...] = ()
+    admission_delay_factor: float = 0.0
+    speculative_method: str | None = None
+    num_speculative_tokens: int = 0
+    speculative_model: str | None = None
+    dynamic_verify_lengths: bool = False
+    calibration_profile: str | None = None
+    relaxed_acceptance: bool = False
+    kv_transfer_connector: str | None = None
+    prompt_logprobs: bool = False
+    export_hidden_states: bool = False
+    pipeline_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_dp_attention: bool = False
+    two_batch_overlap: bool = False
+    rapid_serve: bool = False
+    plugin_mode: bool = False
+    online_quantization: str | None = None
+    enable_eplb: bool = False
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Devices that share one replica's heads, the `model` axis of the mesh."""
+        return int(self.mesh.get("model", 1))
+
+    def model_len(self, view: ModelView) -> int:
+        """Tokens of one request at most."""
+        return view.max_position if self.max_model_len is None else self.max_model_len
+
+    def decoder_replay(self, view: ModelView) -> bool:
+        """Whether prefill skips decoder rows: asked for and possible for this model.
+
+        A model whose layout cannot be replayed switches the feature off with a logged reason (runtime specification,
+        "Off switch").
+        """
+        if not self.decoder_swa_bounded_replay:
+            return False
+        obstacle = view.decoder_replay_obstacle()
+        if obstacle is not None:
+            _log.warning("decoder_swa_bounded_replay is off: %s", obstacle)
+        return obstacle is None
+
+    def min_final_prefill_rows(self, view: ModelView) -> int:
+        """Rows a final prefill forward must hold: `W` under decoder replay, else 0."""
+        return view.window_size if self.decoder_replay(view) else 0
+
+    def checkpoint_interval(self) -> int:
+        """`state_checkpoint_interval_tokens` snapped down to the hash-block grid, with a warning when it moves."""
+        interval = self.state_checkpoint_interval_tokens
+        if interval <= 0:
+            return interval
+        snapped = interval - interval % self.kv_cache_block_size
+        if snapped != interval:
+            _log.warning(
+                "state_checkpoint_interval_tokens %d is no multiple of the page, %d tokens: using %d",
+                interval,
+                self.kv_cache_block_size,
+                snapped,
+            )
+        return snapped
+
+    def transfer(self, geometry: V41PoolGeometry) -> StateTransfer:
+        """How a prefix hit becomes resumable."""
+        if not self.enable_prefix_caching:
+            return StateTransfer.none()
+        if self.encoder_swa_bounded_replay:
+            return StateTransfer.replay()
+        return StateTransfer.copy(CheckpointSpec.of(geometry))
+
+    def geometry(self, view: ModelView) -> V41PoolGeometry:
+        """The pools' geometry for a model.
+
+        Raises:
+          GeometryError: for sizes that cannot be laid out.
+        """
+        return V41PoolGeometry(
+            layers=view.layers,
+            owners=view.owners,
+            block_size=self.kv_cache_block_size,
+            window_size=view.window_size,
+            head_dim=view.head_dim,
+            index_dim=view.index_dim,
+            history_size=view.history_size,
+            packed=self.kv_cache_dtype == "fp4",
+            index_format=self.index_cache_dtype,
+            speculative_tokens=self.num_speculative_tokens,
+            layer_ratios=view.layer_ratios,
+            index_topk=view.index_topk,
+            unquantized_dtype=None if self.activation_quantization else self.dtype,
+            draft_layers=view.draft_layers,
+        )
+
+
+def validate_runtime_config(config: EngineConfig, model_config: Any) -> None:
+    """Refuses what cannot be served, before any weight is read.
+
+    Args:
+      config: the options.
+      model_config: a `ModelView`, or a parsed `ModelConfig`.
+
+    Raises:
+      RuntimeConfigError: with every broken rule of the runtime specification, "Rejections before weights or pools load
+        (`validate_runtime_config`)".
+    """
+    view = model_config if isinstance(model_config, ModelView) else ModelView.from_config(model_config)
+    faults = [
+        *_model_faults(view),
+        *_cache_faults(config, view),
+        *_scheduling_faults(config, view),
+        *_parallel_faults(config, view),
+        *_execution_faults(config),
+        *_speculation_faults(config, view),
+        *_unsupported_faults(config),
+    ]
+    if faults:
+        raise RuntimeConfigError(faults)
+
+
+def _model_faults(view: ModelView) -> list[str]:
+    faults = []
+    if view.architecture != SUPPORTED_ARCHITECTURE:
+        faults.append(f"architecture {view.architecture!r} is not served: only {SUPPORTED_ARCHITECTURE!r} is")
+    if view.quantization is not None:
+        for key, native in _NATIVE_QUANTIZATION.items():
+            found = view.quantization.get(key)
+            if (list(found) if isinstance(found, tuple | list) else found) != native:
+                faults.append(f"checkpoint quantization has {key} {found!r}: only the native {native!r} is served")
+    return faults
+
+
+def _cache_faults(config: EngineConfig, view: ModelView) -> list[str]:
+    faults = []
+    page = config.kv_cache_block_size
+    if config.kv_cache_dtype not in ("bf16", "fp4"):
+        faults.append(f"kv_cache_dtype {config.kv_cache_dtype!r} is unknown: use 'bf16' or 'fp4'")
+    if config.index_cache_dtype not in ("fp8", "fp4"):
+        faults.append(f"index_cache_dtype {config.index_cache_dtype!r} has no scorer: use 'fp8' or 'fp4'")
+    if page % 2:
+        faults.append(f"kv_cache_block_size {page} is odd: a group of two tokens may not straddle a page")
+    if page < 32 or page % 32:
+        faults.append(f"kv_cache_block_size {page} must be a multiple of 32 and at least 32 (whole index tiles)")
+    if page < view.window_size - 1:
+        for name in ("encoder_swa_bounded_replay", "decoder_swa_bounded_replay"):
+            if getattr(config, name):
+                faults.append(
+                    f"kv_cache_block_size {page} is below {view.window_size - 1}, the window less one, with {name} on: "
+                    "use a larger page or turn it off"
+                )
+    interval = config.state_checkpoint_interval_tokens
+    if interval < -1 or 0 < interval < page:
+        faults.append(
+            f"state_checkpoint_interval_tokens {interval} must be 0, -1 or at least one page of {page} tokens"
+        )
+    if config.num_pages is not None and config.num_pages < 1:
+        faults.append(f"num_pages {config.num_pages} must be at least 1")
+    if not 0 < config.memory_utilization <= 1:
+        faults.append(f"memory_utilization {config.memory_utilization} must lie in (0, 1]")
+    if config.kv_cache_dtype == "fp4" and not config.activation_quantization:
+        faults.append("kv_cache_dtype 'fp4' stores quantized rows: it needs activation_quantization")
+    return faults
+
+
+def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
+    faults = []
+    page = config.kv_cache_block_size
+    budget = config.max_num_batched_tokens
+    replays = config.encoder_swa_bounded_replay or config.decoder_swa_bounded_replay
+    if budget < 1:
+        faults.append(f"max_num_batched_tokens {budget} must be at least 1")
+    elif replays and budget < 2 * page:
+        faults.append(
+            f"max_num_batched_tokens {budget} is below two pages of {page} tokens with a bounded replay on: a request "
+            "could wait forever"
+        )
+    length = config.model_len(view)
+    if not 1 <= length <= view.max_position:
+        faults.append(f"max_model_len {length} must lie in 1..{view.max_position}, the model's maximum")
+    cap = config.long_prefill_token_threshold
+    if cap and (cap % 2 or not page <= cap <= length):
+        faults.append(f"long_prefill_token_threshold {cap} must be 0 or an even number from {page} to {length}")
+    if config.max_num_seqs < 1:
+        faults.append(f"max_num_seqs {config.max_num_seqs} must be at least 1")
+    if config.admission_delay_factor < 0:
+        faults.append(f"admission_delay_factor {config.admission_delay_factor} must not be negative")
+    buckets = config.decode_buckets
+    if any(bucket < 1 for bucket in buckets) or list(buckets) != sorted(set(buckets)):
+        faults.append(f"decode_buckets {list(buckets)} must be ascending positive integers")
+    if config.decoder_swa_bounded_replay:
+        for name in ("prompt_logprobs", "export_hidden_states"):
+            if getattr(config, name):
+                faults.append(f"{name} reads rows that decoder_swa_bounded_replay leaves undefined: turn one off")
+    return faults
+
+
+def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
+    faults = []
+    for axis, size in config.mesh.items():
+        if axis not in ("data", "model"):
+            faults.append(f"mesh axis {axis!r} is unknown: use 'data' and 'model'")
+        if size < 1:
+            faults.append(f"mesh axis {axis!r} has size {size}: it must be at least 1")
+    parallel = config.tensor_parallel_size
+    if parallel >= 1:
+        for name in ("num_attention_heads", "index_n_heads", "o_groups", "moe_intermediate_size"):
+            size = getattr(view, name)
+            if size % parallel:
+                faults.append(f"tensor parallel size {parallel} does not divide {name} {size}")
+        if config.enable_expert_parallel and view.n_routed_experts % parallel:
+            faults.append(f"expert parallel size {parallel} does not divide n_routed_experts {view.n_routed_experts}")
+    if config.mesh.get("data", 1) > 1 or config.data_parallel_size != 1:
+        size = max(config.mesh.get("data", 1), config.data_parallel_size)
+        faults.append(f"data parallel size {size} is not supported: use 1 (mesh axis 'data' and data_parallel_size)")
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(config, name) != 1:
+            faults.append(f"{name} {getattr(config, name)} is not supported: use 1")
+    return faults
+
+
+def _execution_faults(config: EngineConfig) -> list[str]:
+    faults = []
+    if config.execution_mode not in ("FULL", "PIECEWISE"):
+        faults.append(f"execution_mode {config.execution_mode!r} is unknown: use 'FULL', 'PIECEWISE', or enforce_eager")
+    if config.compile_level not in (0, 3):
+        faults.append(f"compile_level {config.compile_level} is unknown: use 0 or 3")
+    elif config.compile_level == 3 and config.execution_mode == "PIECEWISE" and not config.enforce_eager:
+        faults.append("execution_mode 'PIECEWISE' needs compile_level 0: level 3 pairs with whole-step or eager only")
+    if config.dtype not in ("bfloat16", "float32"):
+        faults.append(f"dtype {config.dtype!r} is unknown: use 'bfloat16' or 'float32'")
+    if config.kernels not in ("auto", "xla", "pallas"):
+        faults.append(f"kernels {config.kernels!r} is unknown: use 'auto', 'xla' or 'pallas'")
+    return faults
+
+
+def _speculation_faults(config: EngineConfig, view: ModelView) -> list[str]:
+    faults = []
+    wanted = config.speculative_method is not None or config.num_speculative_tokens > 0
+    if config.speculative_method not in (None, "dspark"):
+        faults.append(f"speculative_method {config.speculative_method!r} is unknown: only 'dspark' exists")
+    if wanted:
+        if config.num_speculative_tokens != view.draft_tokens or not view.draft_tokens:
+            faults.append(
+                f"num_speculative_tokens {config.num_speculative_tokens} is not {view.draft_tokens}, the draft's block"
+            )
+        if config.speculative_model is not None:
+            faults.append(
+                f"speculative_model {config.speculative_model!r}: the draft's weights are the checkpoint's own"
+            )
+        if config.kv_cache_dtype != "bf16":
+            faults.append(f"speculation needs kv_cache_dtype 'bf16', not {config.kv_cache_dtype!r}")
+        faults.append("speculation is not available in this version: leave speculative_method unset")
+    if config.relaxed_acceptance:
+        faults.append("relaxed_acceptance is not supported: drafts are verified exactly")
+    if config.dynamic_verify_lengths and config.calibration_profile is None:
+        faults.append("dynamic_verify_lengths needs a calibration_profile")
+    if config.calibration_profile is not None and not config.dynamic_verify_lengths:
+        faults.append("calibration_profile is given without dynamic_verify_lengths")
+    if config.dynamic_verify_lengths and not wanted:
+        faults.append("dynamic_verify_lengths needs speculation")
+    return faults
+
+
+def _unsupported_faults(config: EngineConfig) -> list[str]:
+    faults = []
+    for name in ("enable_dp_attention", "two_batch_overlap", "rapid_serve", "plugin_mode", "enable_eplb"):
+        if getattr(config, name):
+            faults.append(f"{name} is not supported: leave it off")
+    if config.online_quantization is not None:
+        faults.append(f"online_quantization {config.online_quantization!r} is not supported: weights stay as stored")
+    connector = config.kv_transfer_connector
+    if connector not in (None, "lmcache_mp"):
+        faults.append(f"kv_transfer_connector {connector!r} is not supported: only 'lmcache_mp' is")
+    elif connector is not None:
+        faults.append("kv_transfer_connector 'lmcache_mp' is not available in this version: leave it unset")
+    return faults

@@ -1,0 +1,227 @@
+"""The scheduling loop: which requests the next step runs, and on which rows.
+
+`Scheduler` decides order, admission and preemption. Memory is `BlockManager`'s, the chunk arithmetic is `planning`'s,
+the outcomes are `Lifecycle`'s, and the frozen step is a `ScheduledBatch`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from scheduler.batch_assembly import PlannedPrefill, assemble_decode, assemble_prefill
+from scheduler.buckets import decode_ladder
+from scheduler.lifecycle import Lifecycle
+from scheduler.model_view import ModelView
+from scheduler.outcomes import token_limit
+from scheduler.planning import ChunkPlan, ChunkRules, plan_chunk
+from scheduler.pool_geometry import V41PoolGeometry
+from scheduler.runtime_config import EngineConfig
+from scheduler.scheduled_batch import ScheduledBatch
+from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.states import ImageStore, StateMaintenanceOps, TransferKind
+
+
+class Scheduler(Lifecycle):
+    """Continuous batching over a fixed pool of pages and slots.
+
+    One step is `schedule`, then the forward, then `postprocess`. With `deferred` the next `schedule` may come before
+    the previous `postprocess`: forwards are dispatched in the order their batches were scheduled, and the forward of
+    a batch is dispatched before the next but one is scheduled.
+
+    Source: runtime specification, "Request life cycle".
+
+    Attributes:
+      rules: what the configuration fixes about every chunk plan.
+    """
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        model_view: ModelView,
+        geometry: V41PoolGeometry,
+        num_pages: int,
+        num_slots: int,
+        *,
+        deferred: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Makes an idle scheduler; see `EngineConfig` for the options and `ModelView` for the model's numbers."""
+        super().__init__(engine_config, model_view, geometry, num_pages, num_slots, deferred=deferred, clock=clock)
+        self.rules = ChunkRules(
+            hash_block=geometry.block_size,
+            cap=engine_config.long_prefill_token_threshold,
+            min_final_rows=model_view.window_size if self.decoder_replay else 0,
+            chunked=engine_config.enable_chunked_prefill,
+        )
+        self._rebuilds = self.manager.transfer.kind is TransferKind.REPLAY
+        self._max_running = min(engine_config.max_num_seqs, num_slots)
+        widest = (engine_config.decode_buckets or decode_ladder(engine_config.max_num_seqs))[-1]
+        self._max_decode = min(self._max_rows, widest)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plans the next step.
+
+        Returns:
+          The batch to run, or None when nothing can run now: take the outputs, and postprocess what is outstanding.
+
+        Raises:
+          RuntimeError: when too many batches are outstanding for the output mode.
+        """
+        if len(self._outstanding) > (1 if self.deferred else 0):
+            raise RuntimeError(
+                f"{len(self._outstanding)} batches wait for postprocess: results are read "
+                f"{'at most one step late' if self.deferred else 'before the next step is planned'}"
+            )
+        self._advance_outstanding()
+        self._reap_aborted()
+        planned = self._plan_prefills()
+        index = self.counters.steps
+        history = self.view.history_size
+        tables = self.manager.tables
+        if planned:
+            batch = assemble_prefill(index, planned, tables, history, self.decoder_replay, self._drain_ops())
+            self.counters.prefill_steps += 1
+            self.counters.rows_replayed += int((batch.resumes - batch.starts).sum())
+        else:
+            decoding = self._plan_decodes()
+            if not decoding:
+                return None
+            batch = assemble_decode(index, decoding, tables, history, self._drain_ops())
+            self.counters.decode_steps += 1
+        self.counters.steps += 1
+        self.counters.rows_scheduled += batch.num_rows
+        self._outstanding.append(batch)
+        return batch
+
+    def _plan_prefills(self) -> list[PlannedPrefill]:
+        planned: list[PlannedPrefill] = []
+        budget = self._max_rows
+        if self._partial:
+            for sequence in self.running:
+                if budget <= 0:
+                    break
+                if not sequence.is_partial_prefill:
+                    continue
+                plan = self._plan(sequence, sequence.num_computed, sequence.prefill_end, budget, not planned, False)
+                if plan is not None:
+                    planned.append(PlannedPrefill(sequence, plan, False))
+                    budget -= plan.end - plan.start
+        if self.waiting and self._may_admit():
+            budget = self._admit(planned, budget)
+        if planned:
+            self._last_prefill_began = self._clock()
+        return planned
+
+    def _plan(
+        self, sequence: Sequence, resume: int, goal: int, budget: int, empty: bool, rebuild: bool
+    ) -> ChunkPlan | None:
+        cut = self.ladder.next_cut(resume, goal, sequence.demand_pos) if self.ladder.interval else 0
+        return plan_chunk(resume, goal, budget, empty, rebuild, self.rules, cut)
+
+    def _may_admit(self) -> bool:
+        """Admission delay: let requests gather for a multiple of the last prefill's duration."""
+        factor = self.config.admission_delay_factor
+        if factor <= 0 or not self.running:
+            return True
+        waited = self._clock() - min(sequence.arrival for sequence in self.waiting)
+        return waited > factor * self._last_prefill_seconds
+
+    def _admit(self, planned: list[PlannedPrefill], budget: int) -> int:
+        """Admits from the head of the queue while requests and rows fit; a request that must wait stops the rest."""
+        manager = self.manager
+        while self.waiting and budget > 0 and len(self.running) < self._max_running and manager.slots.num_free:
+            sequence = self.waiting[0]
+            length = sequence.num_finalized_tokens
+            refusal = self._page_refusal(length)
+            if refusal is not None:
+                # A preempted request that outgrew the pool.
+                self.waiting.popleft()
+                del self._sequences[sequence.request_id]
+                self._refuse(sequence, refusal)
+                continue
+            hit = manager.find_hit(sequence, length)
+            if not manager.can_allocate(hit, length):
+                break
+            demand, sequence.demand_pos = sequence.demand_pos, sequence.demand_pos or hit.demand
+            rebuild = self._rebuilds and hit.tokens > 0
+            plan = self._plan(sequence, hit.tokens, length, budget, not planned, rebuild)
+            if plan is None:
+                sequence.demand_pos = demand
+                break
+            self.waiting.popleft()
+            restore = manager.allocate(sequence, hit, length)
+            if restore is not None:
+                self._restores[sequence.request_id] = restore
+            sequence.status = SequenceStatus.RUNNING
+            sequence.generation += 1
+            sequence.prefill_end = length
+            sequence.num_computed = sequence.num_hashed_tokens = sequence.reported_hit_tokens = hit.tokens
+            sequence.last_checkpoint_pos = hit.tokens
+            self.running.append(sequence)
+            self._partial += 1
+            self.counters.admissions += 1
+            self.counters.prompt_tokens += length
+            self.counters.hit_tokens += hit.tokens
+            planned.append(PlannedPrefill(sequence, plan, rebuild))
+            budget -= plan.end - plan.start
+        return budget
+
+    def _plan_decodes(self) -> list[Sequence]:
+        """Requests that decode now, their pages grown; preempts from the tail on shortage."""
+        decoding: list[Sequence] = []
+        block = self.geometry.block_size
+        max_len = self.max_model_len
+        queue = deque(self.running)
+        passed: list[Sequence] = []
+        postponed: list[Sequence] = []
+        while queue and len(decoding) < self._max_decode:
+            sequence = queue.popleft()
+            if sequence.num_computed < sequence.prefill_end:
+                postponed.append(sequence)
+            elif sequence.num_placeholders and sequence.num_tokens >= token_limit(sequence, max_len):
+                passed.append(sequence)  # its last token is in flight
+            elif len(sequence.block_table) * block > sequence.num_computed or self._grow(sequence, queue, passed):
+                decoding.append(sequence)
+        # What the batch could not hold goes first next time; partial prefills never move ahead of others.
+        self.running = [*queue, *decoding, *passed, *postponed]
+        return decoding
+
+    def _grow(self, sequence: Sequence, queue: deque[Sequence], passed: list[Sequence]) -> bool:
+        """Makes room for the row at `num_computed`; False when the request itself had to give way."""
+        length = sequence.num_computed + 1
+        while not self.manager.can_grow(sequence, length):
+            refusal = self._page_refusal(length)
+            if refusal is not None:
+                if sequence.num_placeholders:
+                    passed.append(sequence)  # the token in flight still belongs to the output
+                else:
+                    self._end(sequence, f"unschedulable: {refusal}")
+                return False
+            if not queue and passed:
+                passed.append(sequence)  # requests about to end will make room
+                return False
+            victim = queue.pop() if queue else sequence
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self.manager.grow(sequence, length)
+        return True
+
+    def _drain_ops(self) -> StateMaintenanceOps:
+        """Moves the queued state operations into a batch that will execute."""
+        stores: list[ImageStore] = []
+        images = self.manager.images
+        if images is not None:
+            for request_id, position in self._store_intents.items():
+                sequence = self._sequences[request_id]
+                block = position // self.geometry.block_size
+                store = images.store(sequence.block_hashes[block - 1], position, sequence.slot)
+                if store is not None:
+                    stores.append(store)
+        ops = StateMaintenanceOps(self._relocations, tuple(stores), tuple(self._restores.values()))
+        self._relocations = ()
+        self._store_intents.clear()
+        self._restores.clear()
+        return ops

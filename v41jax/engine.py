@@ -1,0 +1,409 @@
+"""`Engine`: a checkpoint directory and options in, generated tokens and text out.
+
+It checks every option before a weight is read, sizes the pools, loads the weights and drives `EngineCore`. Used either
+synchronously (`generate`) or through streams that a background thread feeds (`stream`); never both at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.engram_tables import EngramTables
+from checkpoints.load import Checkpoint
+from scheduler.buckets import Buckets
+from scheduler.model_view import ModelView
+from scheduler.runtime_config import EngineConfig, validate_runtime_config
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import RequestId, RequestOutput, SamplingParams
+from scheduler.sequence import Sequence as RequestSequence
+from v41jax.config import ModelConfig
+from v41jax.detokenizer import Detokenizer
+from v41jax.engine_core import EngineCore
+from v41jax.engine_thread import EngineThread
+from v41jax.engram_lookup import EngramLookup
+from v41jax.memory_budget import PoolBudget, plan_pools
+from v41jax.model import ModelSetup
+from v41jax.parameters import WeightForm, load_parameters
+from v41jax.precision import Precision
+from v41jax.runner import ModelRunner
+from v41jax.token_map import load_token_map
+from v41jax.tokenizer import Tokenizer
+
+_SEED_BITS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One request.
+
+    Attributes:
+      tokens: prompt ids.
+      sampling: how tokens are drawn and when the request stops.
+      stop: texts that end the generation and are not part of it; they need a tokenizer.
+      arrival_step: `generate` submits it before this step of its run.
+    """
+
+    tokens: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    arrival_step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What one step gave a request.
+
+    Attributes:
+      tokens: new ids.
+      text: text that is certain by now; empty without a tokenizer.
+      finish_reason: None while the request runs.
+      cached_tokens: prefix tokens reused.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    cached_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A finished request.
+
+    Attributes:
+      tokens: generated ids, the stop token included.
+      text: their text, without control tokens and stop strings; empty without a tokenizer.
+      finish_reason: `eos`, `stop_<id>`, `stop_sequence`, `max_tokens`, `aborted`, `unschedulable: ...`.
+      prompt_tokens: length of the prompt.
+      cached_tokens: prefix tokens reused.
+      time_to_first_token_s: from submission; 0 when no token was generated.
+      time_s: from submission to the end.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    time_to_first_token_s: float
+    time_s: float
+
+
+class _Live:
+    """A request the engine follows: its text, its times, and who listens."""
+
+    def __init__(self, prompt: Prompt, detokenizer: Detokenizer | None, submitted: float):
+        self.prompt = prompt
+        self.detokenizer = detokenizer
+        self.submitted = submitted
+        self.first: float | None = None
+        self.tokens: list[int] = []
+        self.text: list[str] = []
+        self.stopped = False
+
+    def take(self, output: RequestOutput, now: float) -> Delta | None:
+        """The part of an output that belongs to the request; None after a stop string ended it."""
+        if self.stopped:
+            return None
+        tokens, reason, text = output.new_tokens, output.finish_reason, ""
+        if tokens and self.first is None:
+            self.first = now
+        if self.detokenizer is not None:
+            before = self.detokenizer.tokens
+            text = self.detokenizer.feed(tokens)
+            if reason is not None:
+                text += self.detokenizer.finish()
+            if self.detokenizer.stop is not None:
+                tokens = tokens[: self.detokenizer.tokens - before]
+                reason, self.stopped = "stop_sequence", True
+        self.tokens.extend(tokens)
+        self.text.append(text)
+        return Delta(tokens, text, reason, output.cached_tokens)
+
+    def generation(self, delta: Delta, now: float) -> Generation:
+        """The whole of a finished request."""
+        return Generation(
+            tokens=tuple(self.tokens),
+            text="".join(self.text),
+            finish_reason=delta.finish_reason or "",
+            prompt_tokens=len(self.prompt.tokens),
+            cached_tokens=delta.cached_tokens,
+            time_to_first_token_s=0.0 if self.first is None else self.first - self.submitted,
+            time_s=now - self.submitted,
+        )
+
+
+class Engine:
+    """Serves one checkpoint. A context manager that closes the checkpoint's files.
+
+    Attributes:
+      config: the options.
+      core: scheduler, runner and buckets.
+      tokenizer: of the checkpoint; None when it has none.
+      budget: how the pools were sized.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: EngineCore,
+        tokenizer: Tokenizer | None,
+        budget: PoolBudget,
+        resources: Iterable[Any] = (),
+    ):
+        self.config = config
+        self.core = core
+        self.tokenizer = tokenizer
+        self.budget = budget
+        self._resources = tuple(resources)
+        self._live: dict[RequestId, _Live] = {}
+        self._names = 0
+        self._thread: EngineThread | None = None
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: Path,
+        config: EngineConfig | None = None,
+        *,
+        warm_up: bool = True,
+        weights: WeightForm | None = None,
+    ) -> Engine:
+        """Builds an engine.
+
+        Args:
+          directory: a checkpoint in the released layout.
+          config: options; None takes the defaults.
+          warm_up: compile every step the buckets can need before returning; otherwise at first use.
+          weights: "stored" or "dequantized"; None dequantizes on a CPU and keeps the stored codes elsewhere.
+
+        Raises:
+          ConfigError: the checkpoint's config.json is invalid.
+          RuntimeConfigError: with every option that cannot be served; nothing was read.
+          CheckpointError: with every fault of the weights' files.
+        """
+        config = EngineConfig() if config is None else config
+        directory = Path(directory)
+        root = json.loads((directory / "config.json").read_text())
+        view = ModelView.from_config(ModelConfig.from_dict(root), root)
+        validate_runtime_config(config, view)
+        geometry = config.geometry(view)
+        precision = Precision(
+            activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization
+        )
+        if weights is None:
+            weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
+        resources: list[Any] = []
+        try:
+            checkpoint = Checkpoint.open(directory, scopes=("text",))
+            resources.append(checkpoint)
+            setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels)
+            lookup = None
+            if checkpoint.config.text.engram_layer_ids:
+                token_map = load_token_map(directory, checkpoint.config)
+                tables = EngramTables.open(checkpoint)
+                resources.append(tables)
+                lookup = EngramLookup(checkpoint.config, token_map, tables)
+            max_model_len = config.model_len(view)
+            params = load_parameters(
+                checkpoint, max_model_len=max_model_len, form=weights, dtype=precision.activation_dtype
+            )
+            budget = plan_pools(config, geometry, max_model_len, params)
+            scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=True)
+            runner = ModelRunner(
+                params,
+                setup,
+                num_pages=budget.num_pages,
+                num_slots=budget.num_slots,
+                num_images=budget.num_images,
+                eager=config.enforce_eager,
+            )
+            buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
+            if warm_up:
+                runner.warm_up(buckets.shapes(scheduler.decoder_replay))
+            has_tokenizer = (directory / "tokenizer.json").is_file()
+            tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+        except BaseException:
+            for resource in reversed(resources):
+                resource.close()
+            raise
+        return cls(config, EngineCore(scheduler, runner, buckets, lookup), tokenizer, budget, resources)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the background thread, if any, and closes the checkpoint's files."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+        for resource in reversed(self._resources):
+            resource.close()
+        self._resources = ()
+
+    # Synchronous use -----------------------------------------------------------------------------------------
+
+    def prompt(self, text_or_tokens: str | Sequence[int], sampling: SamplingParams | None = None) -> Prompt:
+        """A request from text (encoded as plain text after the begin token) or from token ids.
+
+        Raises:
+          ValueError: text without a tokenizer, or an id outside the vocabulary.
+        """
+        if isinstance(text_or_tokens, str):
+            if self.tokenizer is None:
+                raise ValueError("this checkpoint has no tokenizer.json: give the prompt as token ids")
+            begin = self.core.runner.setup.config.bos_token_id
+            tokens = (begin, *self.tokenizer.encode(text_or_tokens))
+        else:
+            tokens = tuple(int(token) for token in text_or_tokens)
+        vocabulary = self.core.runner.setup.config.text.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"token id {token} is outside 0..{vocabulary - 1}")
+        return Prompt(tokens, sampling or SamplingParams())
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
+        """Runs requests to their end, in the caller's thread.
+
+        Args:
+          prompts: requests; `arrival_step` delays their submission.
+
+        Returns:
+          One result per request, in input order.
+
+        Raises:
+          RuntimeError: while streams are open.
+          StepFailedError: a step failed; the engine cannot be used again.
+        """
+        if self._thread is not None:
+            raise RuntimeError("generate cannot be used while streams are open: await `stream` instead")
+        arrivals = deque(sorted(enumerate(prompts), key=lambda item: item[1].arrival_step))
+        results: dict[int, Generation] = {}
+        places: dict[RequestId, int] = {}
+        step = 0
+        while len(results) < len(prompts):
+            idle = not self.core.has_work
+            while arrivals and (arrivals[0][1].arrival_step <= step or idle):
+                place, prompt = arrivals.popleft()
+                step = max(step, prompt.arrival_step)
+                places[self.submit(prompt)] = place
+                idle = False
+            for request_id, delta, finished in self.step():
+                if finished is not None:
+                    results[places[request_id]] = finished
+            step += 1
+        return [results[place] for place in range(len(prompts))]
+
+    def submit(self, prompt: Prompt) -> RequestId:
+        """Queues a request for `step`.
+
+        Raises:
+          ValueError: stop strings without a tokenizer, or a malformed prompt.
+        """
+        sampling = prompt.sampling
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=secrets.randbits(_SEED_BITS))
+        if prompt.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: this checkpoint has no tokenizer.json, use stop ids")
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = self.tokenizer.detokenizer(skip_special=True, stop=prompt.stop)
+        request_id = self._names
+        self._names += 1
+        sequence = RequestSequence(request_id, np.asarray(prompt.tokens, np.int32), sampling)
+        self._live[request_id] = _Live(prompt, detokenizer, time.perf_counter())
+        self.core.scheduler.add(sequence)
+        return request_id
+
+    def step(self) -> list[tuple[RequestId, Delta, Generation | None]]:
+        """One step: (request, what it got, the whole of it when it ended)."""
+        outputs = self.core.step()
+        now = time.perf_counter()
+        deltas = []
+        for output in outputs:
+            live = self._live.get(output.request_id)
+            delta = None if live is None else live.take(output, now)
+            if live is None or delta is None:
+                continue
+            finished = None
+            if delta.finish_reason is not None:
+                finished = live.generation(delta, now)
+                del self._live[output.request_id]
+                if not output.finished:
+                    self.core.scheduler.abort(output.request_id)
+            deltas.append((output.request_id, delta, finished))
+        return deltas
+
+    # Streams -------------------------------------------------------------------------------------------------
+
+    async def stream(self, prompt: Prompt) -> AsyncIterator[Delta]:
+        """Submits a request and yields what each step gives it; closing the iterator aborts it.
+
+        Raises:
+          ValueError: the request is malformed.
+          StepFailedError: the engine failed.
+        """
+        if self._thread is None:
+            self._thread = EngineThread(self)
+        queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        request_id = await asyncio.wrap_future(
+            self._thread.submit(prompt, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
+        )
+        finished = False
+        try:
+            while not finished:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    finished = True
+                    raise item
+                finished = item.finish_reason is not None
+                yield item
+        finally:
+            if not finished:
+                self.abort(request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Cancels a request; unknown and finished ids are ignored."""
+        if self._thread is not None:
+            self._thread.abort(request_id)
+        else:
+            self.core.scheduler.abort(request_id)
+
+    # Reports -------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """Queue, pages, totals, recompiles and recent step times, as plain values."""
+        scheduler = dataclasses.asdict(self.core.scheduler.statistics())
+        times = list(self.core.step_times)
+        count = max(len(times), 1)
+        host = {
+            f"mean_{name}_s": sum(getattr(entry, name) for entry in times) / count
+            for name in ("plan", "lookup", "dispatch", "wait")
+        }
+        return {
+            **scheduler.pop("counters"),
+            **scheduler,
+            "recompiles_after_warm_up": self.core.runner.recompiles,
+            "steps_timed": len(times),
+            **host,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What was built: device, memory, buckets, compile times."""
+        return {**self.core.runner.summary(), **dataclasses.asdict(self.budget)}

@@ -1,0 +1,190 @@
+"""`EngineCore`: the loop that joins scheduler, host lookup and runner, one step at a time.
+
+Synchronous and single-threaded. Results are read one step late: while a step runs on the device the host plans the
+next one, and where the next step's tokens are already known (prefill) its Engram rows are gathered and the step is
+dispatched too. Threads, streams and text are `engine`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.batch import BatchStep, EngramRows
+from scheduler.batch_builder import build_batch_step
+from scheduler.buckets import Buckets
+from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import RequestOutput
+from v41jax.engram_lookup import EngramLookup
+from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, sampling_inputs
+
+RECENT_STEPS = 256
+"""Steps whose times `step_times` remembers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Where the host's time of one step went, in seconds.
+
+    Attributes:
+      phase: of the step.
+      rows: scheduled rows.
+      plan: scheduling and building arrays.
+      lookup: hashing and gathering Engram rows.
+      dispatch: handing the step to the device.
+      wait: blocked on the previous step's tokens.
+    """
+
+    phase: Phase
+    rows: int
+    plan: float
+    lookup: float
+    dispatch: float
+    wait: float
+
+
+@dataclasses.dataclass
+class _InFlight:
+    batch: ScheduledBatch
+    output: StepOutput
+    result: StepResult | None = None
+
+
+class StepFailedError(RuntimeError):
+    """A step failed after its pools were donated: every live request is lost.
+
+    Attributes:
+      outputs: the last output of each of them, with a reason that begins with `failed:`.
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput]):
+        self.outputs = outputs
+        super().__init__(message)
+
+
+class EngineCore:
+    """Runs every request the scheduler holds.
+
+    Attributes:
+      scheduler: order, memory and outcomes.
+      runner: weights, pools and programs.
+      step_times: host times of recent steps, oldest first.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, buckets: Buckets, lookup: EngramLookup | None
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.buckets = buckets
+        self.step_times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
+        self._lookup = lookup
+        self._in_flight: _InFlight | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Some request still owes an output."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Plans and dispatches one step and returns the outputs of the one before.
+
+        Raises:
+          StepFailedError: whatever made the step fail is its cause; this engine cannot be used again.
+        """
+        try:
+            return self._step()
+        except Exception as error:
+            self._in_flight = None
+            reason = f"{type(error).__name__}: {error}"
+            raise StepFailedError(reason, self.scheduler.fail_all(reason)) from error
+
+    def _step(self) -> list[RequestOutput]:
+        began = time.perf_counter()
+        batch = self.scheduler.schedule()
+        previous = self._in_flight
+        if batch is None:
+            self._in_flight = None
+            finished = [] if previous is None else self.scheduler.postprocess(previous.batch, self._read(previous))
+            return [*finished, *self.scheduler.take_outputs()]
+        planned = time.perf_counter()
+        waited = 0.0
+        if batch.has_pending_tokens:
+            assert previous is not None
+            result = self._read(previous)
+            waited = time.perf_counter() - planned
+            batch = resolve_pending(batch, previous.batch, result)
+        arrays, shape = build_batch_step(
+            batch,
+            self.runner.setup.geometry,
+            self.buckets,
+            self._compress,
+            num_pages=self.runner.num_pages,
+            num_slots=self.runner.num_slots,
+        )
+        built = time.perf_counter()
+        engram_rows = self._engram_rows(arrays)
+        looked_up = time.perf_counter()
+        output = self.runner.execute(
+            shape, arrays, engram_rows, sampling_inputs(_sampling_rows(batch), shape.outputs), batch.ops
+        )
+        dispatched = time.perf_counter()
+        self._in_flight = _InFlight(batch, output)
+        self.step_times.append(
+            StepTimes(
+                phase=batch.phase,
+                rows=batch.num_rows,
+                plan=built - began - waited,
+                lookup=looked_up - built,
+                dispatch=dispatched - looked_up,
+                wait=waited,
+            )
+        )
+        if previous is None:
+            return self.scheduler.take_outputs()
+        return [
+            *self.scheduler.postprocess(previous.batch, self._read(previous)),
+            *self.scheduler.take_outputs(),
+        ]
+
+    def _compress(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.zeros_like(token_ids) if self._lookup is None else self._lookup.hasher.compress(token_ids)
+
+    def _engram_rows(self, arrays: BatchStep) -> EngramRows:
+        return EngramRows((), ()) if self._lookup is None else self._lookup.step_rows(arrays)
+
+    def _read(self, step: _InFlight) -> StepResult:
+        """The tokens of a dispatched step; blocks until it has run."""
+        if step.result is None:
+            tokens, mismatch = np.asarray(step.output.tokens), np.asarray(step.output.cursor_mismatch)
+            if mismatch[: step.batch.num_requests].any():
+                names = [step.batch.request_ids[row] for row in np.flatnonzero(mismatch[: step.batch.num_requests])]
+                raise StateMismatchError(
+                    f"the slots of requests {names} do not stand where step {step.batch.index} started: their state "
+                    "must be rebuilt from a recoverable boundary"
+                )
+            step.result = StepResult(tokens[: len(step.batch.output_requests)])
+        return step.result
+
+
+def _sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
+    """Parameters of the rows that give a token, in output order."""
+    rows = []
+    for index in batch.output_requests.tolist():
+        sampling = batch.sampling[index]
+        rows.append(
+            SamplingRow(
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.seed or 0,
+                int(batch.ends[index]),
+            )
+        )
+    return rows

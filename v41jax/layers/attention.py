@@ -1,0 +1,195 @@
+"""Attention over the sliding window and the selected compressed entries.
+
+Queries, window rows, the ring write, and the grouped output projection. What is selected is the indexer's business,
+what is compressed the compressor's; the product over keys is the operation `sparse_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rounding import round_to
+from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.stored_rows import store_rows
+from v41jax.config import TextConfig
+from v41jax.layers.linear import LinearWeight, linear, quantize_input
+from v41jax.layers.norm import rms_norm
+from v41jax.layers.rope import RopeTable, rotate
+from v41jax.layers.rows import Requests, Rows
+from v41jax.precision import Precision
+from v41jax.quantization import fake_q8, quantize_q8
+
+Array = jax.Array
+
+
+class AttentionWeights(NamedTuple):
+    """Attention weights every layer has.
+
+    Attributes:
+      sink: [H] float32, a raw logit.
+      q_norm: [rq].
+      kv_norm: [d].
+      wq_a: [rq, D].
+      wq_b: [H d, rq], output index head * d + dim.
+      wkv: [d, D].
+      wo_a: [G, ro, H d / G] widened (the input of this product is never quantized).
+      wo_b: [D, G ro].
+    """
+
+    sink: Array
+    q_norm: Array
+    kv_norm: Array
+    wq_a: LinearWeight
+    wq_b: LinearWeight
+    wkv: LinearWeight
+    wo_a: Array
+    wo_b: LinearWeight
+
+
+class Selection(NamedTuple):
+    """What an index source chose.
+
+    Attributes:
+      entries: [N, K] int32 entry ids, ascending, -1 padded.
+      counts: [N] int32.
+    """
+
+    entries: Array
+    counts: Array
+
+
+class KeyMemory(NamedTuple):
+    """The keys a layer reads.
+
+    Attributes:
+      selection: of the layer's index source; `entries` [N, 0] in window-only layers.
+      main: [pages, rows, row] compressed rows of the layer's owner.
+      window: [layers * slots, ring, row] rings of all layers.
+      ring_offset: first ring of this layer, int32 scalar.
+    """
+
+    selection: Selection
+    main: Array
+    window: Array
+    ring_offset: Array
+
+
+def query_latent(quantized: Array, weights: AttentionWeights, text: TextConfig, kernels: str) -> Array:
+    """The shared query latent `qr`, before its Q8: [N, D] quantized input -> [N, rq] activation dtype."""
+    return rms_norm(linear(quantized, weights.wq_a, kernels), weights.q_norm, text.rms_norm_eps)
+
+
+def window_rows(
+    quantized: Array, weights: AttentionWeights, angles: RopeTable, text: TextConfig, kernels: str
+) -> Array:
+    """Window keys before their Q8: [N, D] quantized input -> [N, d] activation dtype, rotated."""
+    latent = rms_norm(linear(quantized, weights.wkv, kernels), weights.kv_norm, text.rms_norm_eps)
+    return rotate(latent, angles)
+
+
+def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: Array, *, window_format: str) -> Array:
+    """Writes window rows to their rings; rows with `ring_rows` False write nothing.
+
+    Args:
+      window: [layers * slots, ring, row].
+      kv: [N, d] activation dtype, rotated and not yet quantized.
+      rows: of the batch.
+      slots: [R] int32.
+      ring_offset: first ring of the layer, int32 scalar.
+      window_format: "float", "bf16" or "fp8".
+    """
+    rings, ring, _ = window.shape
+    if window_format == "fp8":
+        codes, scales = quantize_q8(kv)
+        stored = jnp.concatenate([codes, scales], axis=-1)
+    elif window_format == "bf16":
+        stored = fake_q8(kv).astype(window.dtype)
+    else:
+        stored = kv.astype(window.dtype)
+    owner = ring_offset + slots[jnp.maximum(rows.batch_ids, 0)]
+    owner = jnp.where(rows.ring_rows, owner, rings)
+    return store_rows(window, (owner, rows.positions % ring), stored)
+
+
+def attend(
+    query_latent_quantized: Array,
+    kv: Array,
+    weights: AttentionWeights,
+    rows: Rows,
+    requests: Requests,
+    memory: KeyMemory,
+    *,
+    ratio: int,
+    text: TextConfig,
+    precision: Precision,
+    main_format: str,
+    window_format: str,
+    kernels: str,
+) -> Array:
+    """Queries, attention and output projection (model specification, "Attention").
+
+    Args:
+      query_latent_quantized: [N, rq], `qr` after its Q8.
+      kv: [M, d] activation dtype, this forward's window rows as their consumers see them (after Q8).
+      weights: of the layer.
+      rows: of the N query rows; `in_forward_row` indexes `kv`.
+      requests: of the batch.
+      memory: what the layer reads.
+      ratio: of the layer; selects the RoPE table.
+      text: configuration.
+      precision: rounding choices.
+      main_format: "float", "bf16" or "fp4".
+      window_format: "float", "bf16" or "fp8".
+      kernels: implementation of the operations.
+
+    Returns:
+      [N, D] activation dtype.
+    """
+    count = query_latent_quantized.shape[0]
+    angles = rows.angles(ratio)
+    query = linear(query_latent_quantized, weights.wq_b, kernels)
+    query = rotate(query.reshape(count, text.num_attention_heads, text.head_dim), angles)
+    output = sparse_attention(
+        query,
+        weights.sink,
+        memory.selection.entries,
+        memory.selection.counts,
+        memory.main,
+        requests.block_tables,
+        rows.batch_ids,
+        requests.slots + memory.ring_offset,
+        memory.window,
+        kv,
+        rows.positions,
+        rows.window_floor,
+        rows.in_forward_from,
+        rows.in_forward_row,
+        angles.cos,
+        angles.sin,
+        window=text.sliding_window,
+        scale=text.head_dim**-0.5,
+        main_format=main_format,
+        window_format=window_format,
+        implementation=kernels,
+    )
+    return project_output(output, weights, precision, kernels)
+
+
+def project_output(heads: Array, weights: AttentionWeights, precision: Precision, kernels: str) -> Array:
+    """Grouped low-rank output projection: [N, H, d] -> [N, D], activation dtype."""
+    groups = weights.wo_a.shape[0]
+    grouped = heads.reshape(heads.shape[0], groups, -1)
+    if grouped.dtype == jnp.bfloat16 and weights.wo_a.dtype == jnp.bfloat16:
+        low = jnp.einsum("ngi,goi->ngo", grouped, weights.wo_a, preferred_element_type=jnp.float32)
+    else:
+        low = jnp.einsum(
+            "ngi,goi->ngo",
+            grouped.astype(jnp.float32),
+            weights.wo_a.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+    low = round_to(low, heads.dtype).reshape(heads.shape[0], -1)
+    return linear(quantize_input(low, precision), weights.wo_b, kernels)

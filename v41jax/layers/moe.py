@@ -1,0 +1,155 @@
+"""The mixture of experts: router, routed experts by a grouped product, shared expert."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
+from pallas_kernels.rounding import round_to
+from v41jax.config import TextConfig
+from v41jax.layers.linear import LinearWeight, linear, product, quantize_input
+from v41jax.precision import Precision
+
+Array = jax.Array
+
+
+class RouterWeights(NamedTuple):
+    """Router of one layer.
+
+    Attributes:
+      weight: [E, D].
+      bias: [E] float32, selection only, text rows.
+      bias_vl: [E] float32, selection only, rows of image spans.
+    """
+
+    weight: Array
+    bias: Array
+    bias_vl: Array
+
+
+class FeedForwardWeights(NamedTuple):
+    """Gate, up and down projections; routed experts carry a leading `[E]` axis.
+
+    Stored routed experts hold packed E2M1 pairs `[E, O, K / 2]` uint8 with scales `[E, O, K / 32]`.
+
+    Attributes:
+      w1: gate, [.., F, D].
+      w3: up, [.., F, D].
+      w2: down, [.., D, F].
+    """
+
+    w1: LinearWeight
+    w3: LinearWeight
+    w2: LinearWeight
+
+
+class MoeWeights(NamedTuple):
+    """One layer's mixture."""
+
+    router: RouterWeights
+    experts: FeedForwardWeights
+    shared: FeedForwardWeights
+
+
+class Routing(NamedTuple):
+    """Chosen experts.
+
+    Attributes:
+      experts: [N, k] int32, ascending expert ids (the order of the float32 combination).
+      weights: [N, k] float32.
+    """
+
+    experts: Array
+    weights: Array
+
+
+def route(normalized: Array, weights: RouterWeights, image_rows: Array, text: TextConfig) -> Routing:
+    """Chooses experts (model specification, "MoE"); ties go to the smaller expert id.
+
+    Args:
+      normalized: [N, D] activation dtype.
+      weights: of the router.
+      image_rows: [N] bool.
+      text: configuration.
+    """
+    logits = product(normalized, weights.weight) / text.gate_temp
+    # log1p keeps the negative tail: softplus(-30) is 9.4e-14 and must not vanish.
+    softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20))))
+    scores = jnp.sqrt(softplus)
+    biased = scores + jnp.where(image_rows[:, None], weights.bias_vl, weights.bias)
+    _, experts = jax.lax.top_k(biased, text.num_experts_per_tok)
+    experts = jnp.sort(experts, axis=-1)
+    chosen = jnp.take_along_axis(scores, experts, axis=-1)
+    if text.norm_topk_prob:
+        chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
+    return Routing(experts, chosen * text.routed_scaling_factor)
+
+
+def swiglu(gate: Array, up: Array, limit: float) -> Array:
+    """`silu(gate) * up` with the released clamps, float32; a limit <= 0 disables them."""
+    gate = gate.astype(jnp.float32)
+    up = up.astype(jnp.float32)
+    if limit > 0:
+        gate = jnp.minimum(gate, limit)
+        up = jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def shared_expert(
+    quantized: Array, weights: FeedForwardWeights, text: TextConfig, precision: Precision, kernels: str
+) -> Array:
+    """The expert every row runs: [N, D] quantized input -> [N, D] activation dtype."""
+    gate = linear(quantized, weights.w1, kernels)
+    up = linear(quantized, weights.w3, kernels)
+    hidden = round_to(swiglu(gate, up, text.swiglu_limit), quantized.dtype)
+    return linear(quantize_input(hidden, precision), weights.w2, kernels)
+
+
+def moe(
+    normalized: Array,
+    weights: MoeWeights,
+    image_rows: Array,
+    valid: Array,
+    *,
+    text: TextConfig,
+    precision: Precision,
+    kernels: str,
+) -> tuple[Array, Routing]:
+    """Routed and shared experts of every row.
+
+    Args:
+      normalized: [N, D] activation dtype, the FFN sublayer's normalized input.
+      weights: of the layer.
+      image_rows: [N] bool.
+      valid: [N] bool, False for padding, which reads no routed expert.
+      text: configuration.
+      precision: rounding choices.
+      kernels: implementation of the operations.
+
+    Returns:
+      [N, D] activation dtype (float32 sum in ascending expert id, then the shared expert, one rounding), and the
+      routing.
+    """
+    routing = route(normalized, weights.router, image_rows, text)
+    quantized = quantize_input(normalized, precision)
+    routed = grouped_experts(
+        quantized,
+        routing.experts,
+        routing.weights,
+        _operand(weights.experts.w1),
+        _operand(weights.experts.w3),
+        _operand(weights.experts.w2),
+        swiglu_limit=text.swiglu_limit,
+        quantize_hidden=precision.activation_quantization,
+        valid=valid,
+        implementation=kernels,
+    )
+    shared = shared_expert(quantized, weights.shared, text, precision, kernels)
+    return round_to(routed + shared.astype(jnp.float32), normalized.dtype), routing
+
+
+def _operand(weight: LinearWeight) -> ExpertWeights | Array:
+    return weight.values if weight.scales is None else ExpertWeights(weight.values, weight.scales)

@@ -1,0 +1,580 @@
+"""The forward: encoder, decoder and head over one flat batch of rows.
+
+Pure functions: pools go in and come out, nothing varies between steps but arrays. Which rows run which layer is
+expressed by `Rows`; every row runs every layer here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rounding import round_to
+from pallas_kernels.stored_rows import load_rows, store_rows
+from scheduler.batch import BatchStep, CompressionPlan, EngramRows, Preparation
+from scheduler.pool_geometry import V41PoolGeometry
+from scheduler.pools import Pools
+from v41jax.config import LayerMode, LayerTopology, ModelConfig
+from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
+from v41jax.layers.compressor import OwnerMemory, compress
+from v41jax.layers.engram import embed_rows, engram
+from v41jax.layers.hyper_connections import collapse, expand, mixes
+from v41jax.layers.indexer import index_queries, select
+from v41jax.layers.linear import product, quantize_input
+from v41jax.layers.moe import Routing, moe
+from v41jax.layers.norm import rms_norm
+from v41jax.layers.rope import RopeTable
+from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
+from v41jax.parameters import LayerWeights, Parameters, Run, plan_runs
+from v41jax.precision import Precision
+from v41jax.quantization import fake_q8
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSetup:
+    """Everything a forward is specialized on; hashable, a static argument of `jax.jit`.
+
+    Attributes:
+      config: of the checkpoint.
+      geometry: of the pools.
+      precision: rounding choices.
+      kernels: implementation of the operations, "auto", "xla" or "pallas".
+    """
+
+    config: ModelConfig
+    geometry: V41PoolGeometry
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    kernels: str = "auto"
+
+
+class Flow(NamedTuple):
+    """What one layer hands to the next, for the rows that run it.
+
+    Attributes:
+      streams: [N, S, D] activation dtype.
+      pre_mix: [N, S] float32, weights of the next sublayer's input.
+      selection: of the last index source; None before the first.
+      candidates: [N, Nb] int32 block ids of the candidate source; None before it.
+    """
+
+    streams: Array
+    pre_mix: Array
+    selection: Selection | None = None
+    candidates: Array | None = None
+
+
+class LayerRecord(NamedTuple):
+    """Intermediates of the layers of one run, with a leading axis of its layers.
+
+    Attributes:
+      streams: [n, N, S, D] after each layer.
+      pre_mix: [n, N, S] handed on by each layer.
+      routing: experts and weights [n, N, k].
+    """
+
+    streams: Array
+    pre_mix: Array
+    routing: Routing
+
+
+class Record(NamedTuple):
+    """Intermediates of a forward, for comparisons.
+
+    Attributes:
+      layers: one `LayerRecord`, leading axis all layers.
+      selections: (layer, `Selection`) of every index source, in order.
+      candidates: [N, Nb] of the candidate source, or None.
+    """
+
+    layers: LayerRecord
+    selections: tuple[tuple[int, Selection], ...]
+    candidates: Array | None
+
+
+class Taps(NamedTuple):
+    """What the draft model reads of a target forward.
+
+    Attributes:
+      features: [M, T D] activation dtype; per layer of `dspark_target_layer_ids`, ascending, the mean over the streams
+        of the residual that enters it (DSpark specification, "Target features").
+      rows: of the M rows that ran those layers.
+    """
+
+    features: Array
+    rows: Rows
+
+
+class ForwardOutput(NamedTuple):
+    """What a step returns besides the pools.
+
+    Attributes:
+      logits: [F, V] float32, of `batch.output_rows`; padding entries hold some finite row.
+      cursor_mismatch: [R] bool, a CONTINUE request whose slot did not stand at `forward_start`: its state is not
+        what the scheduler believes and must be rebuilt.
+      record: a `Record` when asked for.
+      taps: `Taps` when the pools hold draft windows.
+    """
+
+    logits: Array
+    cursor_mismatch: Array
+    record: Record | None
+    taps: Taps | None = None
+
+
+class Step(NamedTuple):
+    """What is the same for every layer of a forward (never crosses a `jit` boundary).
+
+    Attributes:
+      setup: static.
+      phase: static.
+      rows: of the rows that run the layers.
+      requests: of the batch.
+      table: RoPE table of layers of ratio > 0, for compressed entries.
+      plans: compression plan by ratio.
+      embedded: Engram inputs [N, columns * head_dim] by Engram ordinal.
+    """
+
+    setup: ModelSetup
+    phase: Phase
+    rows: Rows
+    requests: Requests
+    table: RopeTable
+    plans: dict[int, CompressionPlan]
+    embedded: tuple[Array, ...]
+
+
+def decoder_start(config: ModelConfig) -> int:
+    """The first decoder layer: the last KV source when its ratio is 1, else the number of layers."""
+    if config.owners and config.owners[-1][1] == 1:
+        return config.owners[-1][0]
+    return config.text.num_hidden_layers
+
+
+def forward(
+    params: Parameters,
+    pools: Pools,
+    batch: BatchStep,
+    engram_rows: EngramRows,
+    *,
+    setup: ModelSetup,
+    phase: Phase,
+    image_embeddings: tuple[Array, Array] | None = None,
+    record: bool = False,
+    advance: bool = True,
+) -> tuple[Pools, ForwardOutput]:
+    """One forward over any mixture of requests.
+
+    Args:
+      params: weights and RoPE tables.
+      pools: request memory, to be donated by the caller's `jit`.
+      batch: the step.
+      engram_rows: table rows of every batch row.
+      setup: static.
+      phase: static. "decode" needs every request to continue (it never zeroes a slot) and at most `1 + S` rows each.
+      image_embeddings: ([N, D] embeddings, [N] bool where they replace the token's own).
+      record: static; return intermediates.
+      advance: static; False leaves the cursors where they are, for a verification that commits a prefix of the rows.
+
+    Returns:
+      The pools after the step, cursors advanced, and the outputs.
+    """
+    config = setup.config
+    pools, mismatch = prepare_slots(pools, batch, phase)
+    step = prepare_step(params, batch, engram_rows, setup, phase)
+    flow = embed(params, pools, batch, setup, image_embeddings)
+    start = decoder_start(config)
+    recorded: list[tuple[Run, Flow, LayerRecord]] | None = [] if record else None
+    means: list[Array] | None = [] if setup.geometry.speculative_tokens else None
+    flow, pools = run_layers(params, flow, pools, step, range(0, start), recorded, means)
+    flow, pools = run_layers(params, flow, pools, step, range(start, config.text.num_hidden_layers), recorded, means)
+    logits = head(params, flow, batch.output_rows, config)
+    if advance:
+        pools = advance_cursors(pools, batch)
+    taps = None if means is None else Taps(jnp.concatenate(means, axis=1), step.rows)
+    return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow), taps)
+
+
+def prepare_step(
+    params: Parameters, batch: BatchStep, engram_rows: EngramRows, setup: ModelSetup, phase: Phase
+) -> Step:
+    """What every layer of a forward over all rows of the batch shares."""
+    return Step(
+        setup=setup,
+        phase=phase,
+        rows=prepare_rows(batch, params.plain, params.yarn, ring=setup.geometry.ring, phase=phase),
+        requests=Requests(batch.slots, batch.block_tables),
+        table=params.yarn,
+        plans=dict(zip(setup.geometry.ratios, batch.plans)),
+        embedded=tuple(
+            embed_rows(codes, scales, setup.precision.activation_dtype)
+            for codes, scales in zip(engram_rows.codes, engram_rows.scales)
+        ),
+    )
+
+
+def prepare_slots(pools: Pools, batch: BatchStep, phase: Phase) -> tuple[Pools, Array]:
+    """Resets, rewinds or checks the slot of every request (runtime specification, "State preparation before every
+    forward").
+
+    Returns:
+      The pools, and which CONTINUE requests have a cursor that is not at their start, [R] bool.
+    """
+    layers, slots = pools.window.shape[:2]
+    real = batch.cu_seqlens[1:] > batch.cu_seqlens[:-1]
+    reset = real & (batch.preparation == Preparation.RESET)
+    moved = reset | (real & (batch.preparation == Preparation.REWIND))
+    mismatch = real & ~moved & (pools.cursor[batch.slots, 0] != batch.forward_start)
+    start = jnp.concatenate([batch.forward_start[:, None], batch.history], axis=1)
+    cursor = pools.cursor.at[jnp.where(moved, batch.slots, slots)].set(start, mode="drop")
+    if phase == "decode":
+        return pools.replace(cursor=cursor), mismatch
+
+    rings = pools.window.reshape(layers * slots, *pools.window.shape[2:])
+
+    def clear(layer: Array, rings: Array) -> Array:
+        # One layer at a time: zeros for all layers of all requests at once would be a large temporary.
+        owner = jnp.where(reset, layer * slots + batch.slots, layers * slots)
+        return store_rows(rings, (owner,), jnp.zeros((), rings.dtype))
+
+    rings = jax.lax.fori_loop(0, layers, clear, rings)
+    cleared = jnp.where(reset, batch.slots, slots)
+    return (
+        pools.replace(
+            window=rings.reshape(pools.window.shape),
+            tail_kv=pools.tail_kv.at[:, cleared].set(0, mode="drop"),
+            tail_score=pools.tail_score.at[:, cleared].set(0, mode="drop"),
+            cursor=cursor,
+        ),
+        mismatch,
+    )
+
+
+def advance_cursors(pools: Pools, batch: BatchStep) -> Pools:
+    """Cursor of every scheduled request after the forward: its end, and the last `Hh` compressed ids before it."""
+    slots, width = pools.cursor.shape
+    history_size = width - 1
+    lengths = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
+    known = pools.cursor[batch.slots, 1:]
+    # Position in (history ++ this forward's ids) of each remembered id.
+    wanted = lengths[:, None] + jnp.arange(history_size)
+    rows = jnp.clip(batch.cu_seqlens[:-1, None] + wanted - history_size, 0, batch.compressed_ids.shape[0] - 1)
+    old = jnp.take_along_axis(known, jnp.clip(wanted, 0, history_size - 1), axis=1)
+    history = jnp.where(wanted >= history_size, batch.compressed_ids[rows], old)
+    cursor = jnp.concatenate([(batch.forward_start + lengths)[:, None], history], axis=1)
+    target = jnp.where(lengths > 0, batch.slots, slots)
+    return pools.replace(cursor=pools.cursor.at[target].set(cursor, mode="drop"))
+
+
+def embed(
+    params: Parameters,
+    pools: Pools,
+    batch: BatchStep,
+    setup: ModelSetup,
+    image_embeddings: tuple[Array, Array] | None = None,
+) -> Flow:
+    """Token or image embeddings copied to every stream, and the first pre-mix."""
+    last = pools.last_token[batch.slots[jnp.maximum(batch.batch_ids, 0)]]
+    ids = jnp.where(batch.token_ids == -1, last, batch.token_ids)
+    x = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
+    if image_embeddings is not None:
+        embeddings, mask = image_embeddings
+        x = jnp.where(mask[:, None], round_to(embeddings, x.dtype), x)
+    count = setup.config.text.hc_mult
+    streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], count, x.shape[1]))
+    first = jnp.zeros((x.shape[0], count), jnp.float32).at[:, 0].set(1.0)
+    return Flow(streams, first)
+
+
+def head(params: Parameters, flow: Flow, output_rows: Array, config: ModelConfig) -> Array:
+    """Logits of the wanted rows: [F] row indices -> [F, V] float32 (model specification, "Final norm and head")."""
+    rows = jnp.minimum(output_rows, flow.streams.shape[0] - 1)
+    x = collapse(flow.streams[rows], flow.pre_mix[rows])
+    return product(rms_norm(x, params.norm, config.text.rms_norm_eps), params.head)
+
+
+def run_layers(
+    params: Parameters,
+    flow: Flow,
+    pools: Pools,
+    step: Step,
+    layers: range,
+    recorded: list[tuple[Run, Flow, LayerRecord]] | None = None,
+    means: list[Array] | None = None,
+) -> tuple[Flow, Pools]:
+    """Runs the layers of a range that starts and ends between runs.
+
+    Args:
+      params: weights.
+      flow: what enters the first layer.
+      pools: request memory.
+      step: of the forward.
+      layers: layer numbers.
+      recorded: receives (run, flow after it, intermediates) of every run.
+      means: receives [N, D] of every layer the draft taps, ascending.
+    """
+    tapped = () if means is None else step.setup.config.text.dspark_target_layer_ids
+    for run, stacked in zip(plan_runs(step.setup.config), params.runs):
+        if run.layers[0] in layers:
+            wanted = [position for position, layer in enumerate(run.layers) if layer in tapped]
+            flow, pools, layer_record, entering = run_stacked(
+                run, stacked, flow, pools, step, recorded is not None, bool(wanted)
+            )
+            if recorded is not None:
+                recorded.append((run, flow, layer_record))
+            if means is not None:
+                means.extend(entering[position] for position in wanted)
+    return flow, pools
+
+
+def stream_mean(streams: Array) -> Array:
+    """Plain mean of the streams: [N, S, D] -> [N, D] activation dtype, float32 inside."""
+    return round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
+
+
+def run_stacked(
+    run: Run, stacked: LayerWeights, flow: Flow, pools: Pools, step: Step, record: bool, tap: bool = False
+) -> tuple[Flow, Pools, LayerRecord | None, Array | None]:
+    """One run: a scan over its stacked weights, or its only layer.
+
+    Returns:
+      The flow after it, the pools, intermediates when `record`, and when `tap` the stream means that enter its layers,
+      [n, N, D].
+    """
+    if len(run.layers) == 1:
+        entering = stream_mean(flow.streams)[None] if tap else None
+        weights = jax.tree.map(lambda leaf: leaf[0], stacked)
+        flow, pools, routing = run_layer(weights, run.topology, flow, pools, step)
+        layer_record = LayerRecord(flow.streams, flow.pre_mix, routing)
+        layer_record = jax.tree.map(lambda leaf: leaf[None], layer_record) if record else None
+        return flow, pools, layer_record, entering
+    slots = pools.window.shape[1]
+
+    def body(carry: tuple[Array, Array, Array], layer: tuple[LayerWeights, Array]):
+        streams, pre_mix, window = carry
+        weights, index = layer
+        inner = flow._replace(streams=streams, pre_mix=pre_mix)
+        inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
+        layer_record = LayerRecord(inner.streams, inner.pre_mix, routing) if record else None
+        return (inner.streams, inner.pre_mix, window), (layer_record, stream_mean(streams) if tap else None)
+
+    indices = jnp.array(run.layers, jnp.int32)
+    carry = (flow.streams, flow.pre_mix, pools.window)
+    (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, (stacked, indices))
+    return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
+
+
+def run_layer(
+    weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: Pools, step: Step
+) -> tuple[Flow, Pools, Routing]:
+    """One whole layer: its compression if it is FULL, then `block`."""
+    if topology.mode is LayerMode.FULL:
+        pools = publish(weights, topology, flow, pools, step)
+    ring_offset = topology.index * pools.window.shape[1]
+    flow, window, routing = block(weights, topology, flow, pools, pools.window, ring_offset, step)
+    return flow, pools.replace(window=window), routing
+
+
+def attention_input(weights: LayerWeights, flow: Flow, setup: ModelSetup) -> Array:
+    """Normalized input of the attention sublayer, [N, D]; all that compression needs of a layer."""
+    return rms_norm(collapse(flow.streams, flow.pre_mix), weights.attn_norm, setup.config.text.rms_norm_eps)
+
+
+def publish(weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: Pools, step: Step) -> Pools:
+    """A FULL layer's compressed rows and index keys of every row of the batch.
+
+    Apart from `block` because a bounded replay publishes the first decoder layer's entries for all rows and runs the
+    rest of it on some. An Engram update of the same layer is computed here and again in `block`.
+    """
+    setup = step.setup
+    geometry = setup.geometry
+    flow = engram_update(weights, topology, flow, step)
+    owner = geometry.owners.index((topology.index, topology.ratio))
+    tail = geometry.tail_owners.index(owner) if topology.ratio > 1 else None
+    memory = OwnerMemory(
+        main=pools.main[owner],
+        index_values=pools.index_values[owner],
+        index_scales=pools.index_scales[owner],
+        tail_kv=None if tail is None else pools.tail_kv[tail],
+        tail_score=None if tail is None else pools.tail_score[tail],
+    )
+    memory = compress(
+        attention_input(weights, flow, setup),
+        weights.compressor,
+        memory,
+        step.plans[topology.ratio],
+        step.requests,
+        step.table,
+        ratio=topology.ratio,
+        text=setup.config.text,
+        main_format=geometry.main_format,
+        index_format=geometry.index_plane_format,
+    )
+
+    def put(group: tuple, value: Array | None) -> tuple:
+        return (*group[:owner], value, *group[owner + 1 :])
+
+    pools = pools.replace(
+        main=put(pools.main, memory.main),
+        index_values=put(pools.index_values, memory.index_values),
+        index_scales=put(pools.index_scales, memory.index_scales),
+    )
+    if tail is None:
+        return pools
+    return pools.replace(
+        tail_kv=pools.tail_kv.at[tail].set(memory.tail_kv),
+        tail_score=pools.tail_score.at[tail].set(memory.tail_score),
+    )
+
+
+def engram_update(weights: LayerWeights, topology: LayerTopology, flow: Flow, step: Step) -> Flow:
+    """The Engram of a layer that has one; any other flow is returned as it is."""
+    if topology.engram is None:
+        return flow
+    streams = engram(
+        flow.streams,
+        step.embedded[topology.engram],
+        step.rows.engram_rows,
+        weights.engram,
+        text=step.setup.config.text,
+        precision=step.setup.precision,
+        kernels=step.setup.kernels,
+    )
+    return flow._replace(streams=streams)
+
+
+def block(
+    weights: LayerWeights,
+    topology: LayerTopology,
+    flow: Flow,
+    pools: Pools,
+    window: Array,
+    ring_offset: Array | int,
+    step: Step,
+) -> tuple[Flow, Array, Routing]:
+    """One layer without its compression (model specification, "Single-pass (delayed) mHC").
+
+    Args:
+      weights: of the layer, no leading axis.
+      topology: of the layer, or of its run.
+      flow: what enters the layer.
+      pools: main rows and index keys are read.
+      window: [layers, slots, ring, row], read and written.
+      ring_offset: layer number times slots.
+      step: of the forward.
+
+    Returns:
+      The flow after the layer, the window rings, and the routing.
+    """
+    setup = step.setup
+    text, precision = setup.config.text, setup.precision
+    flow = engram_update(weights, topology, flow, step)
+    coefficients = mixes(flow.streams, weights.attn_mix, text)
+    normalized = attention_input(weights, flow, setup)
+    output, flow, window = attention_sublayer(weights, topology, normalized, flow, pools, window, ring_offset, step)
+    streams = expand(output, flow.streams, coefficients)
+
+    ffn = mixes(streams, weights.ffn_mix, text)
+    normalized = rms_norm(collapse(streams, coefficients.pre), weights.ffn_norm, text.rms_norm_eps)
+    output, routing = moe(
+        normalized,
+        weights.moe,
+        step.rows.image_rows,
+        step.rows.batch_ids >= 0,
+        text=text,
+        precision=precision,
+        kernels=setup.kernels,
+    )
+    streams = expand(output, streams, ffn)
+    return flow._replace(streams=streams, pre_mix=ffn.pre), window, routing
+
+
+def attention_sublayer(
+    weights: LayerWeights,
+    topology: LayerTopology,
+    normalized: Array,
+    flow: Flow,
+    pools: Pools,
+    window: Array,
+    ring_offset: Array | int,
+    step: Step,
+) -> tuple[Array, Flow, Array]:
+    """Selection, ring write and attention in the order of the phase (runtime specification, "Order inside one
+    layer").
+
+    Returns:
+      [N, D] output, the flow with this layer's selection and candidates, and the window rings.
+    """
+    setup, rows, requests = step.setup, step.rows, step.requests
+    text, precision, geometry = setup.config.text, setup.precision, setup.geometry
+    kernels = setup.kernels
+    quantized = quantize_input(normalized, precision)
+    latent = quantize_input(query_latent(quantized, weights.attention, text, kernels), precision)
+    kv = window_rows(quantized, weights.attention, rows.angles(topology.ratio), text, kernels)
+
+    owner = None
+    if topology.mode is not LayerMode.WINDOW:
+        owner = geometry.owners.index((topology.kv_owner, topology.ratio))
+    if weights.indexer is not None:
+        query, head_weights = index_queries(normalized, latent, weights.indexer, rows, topology.ratio, text, kernels)
+        selection, candidates = select(
+            query,
+            head_weights,
+            rows,
+            requests,
+            pools.index_values[owner],
+            pools.index_scales[owner],
+            flow.candidates,
+            ratio=topology.ratio,
+            role=topology.candidates,
+            text=text,
+            precision=precision,
+            index_format=geometry.index_plane_format,
+            kernels=kernels,
+        )
+        flow = flow._replace(selection=selection, candidates=candidates)
+
+    # All layers' rings seen as one array: a layer's ring is `ring_offset + slot`, and nothing is sliced out.
+    rings = window.reshape(-1, *window.shape[2:])
+    write = {"window_format": geometry.window_format}
+    if step.phase == "decode":
+        rings = write_ring(rings, kv, rows, requests.slots, ring_offset, **write)
+        in_forward = kv[:0]
+    else:
+        in_forward = fake_q8(kv) if precision.activation_quantization else kv
+    count = normalized.shape[0]
+    nothing = Selection(jnp.zeros((count, 0), jnp.int32), jnp.zeros(count, jnp.int32))
+    memory = KeyMemory(
+        selection=nothing if owner is None else flow.selection,
+        main=None if owner is None else pools.main[owner],
+        window=rings,
+        ring_offset=ring_offset,
+    )
+    output = attend(
+        latent,
+        in_forward,
+        weights.attention,
+        rows,
+        requests,
+        memory,
+        ratio=topology.ratio,
+        text=text,
+        precision=precision,
+        main_format=geometry.main_format,
+        window_format=geometry.window_format,
+        kernels=kernels,
+    )
+    if step.phase != "decode":
+        rings = write_ring(rings, kv, rows, requests.slots, ring_offset, **write)
+    return output, flow, rings.reshape(window.shape)
+
+
+def _collect(recorded: list[tuple[Run, Flow, LayerRecord]], last: Flow) -> Record:
+    layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(entry[2] for entry in recorded))
+    sources = (LayerMode.FULL, LayerMode.REINDEX)
+    selections = tuple((run.layers[0], flow.selection) for run, flow, _ in recorded if run.topology.mode in sources)
+    return Record(layers, selections, last.candidates)

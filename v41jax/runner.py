@@ -1,0 +1,316 @@
+"""`ModelRunner`: weights, pools and one compiled step per bucket; the only holder of the pools.
+
+A step is one call: state copies, forward, sampling. Shapes come from the scheduler's buckets, contents from arrays;
+nothing that varies between steps is captured in a closure. What to run is the scheduler's decision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scheduler import pools as pool_arrays
+from scheduler.batch import BatchStep, EngramRows
+from scheduler.buckets import StepShape
+from scheduler.states import StateMaintenanceOps
+from v41jax.model import ModelSetup, forward
+from v41jax.parameters import Parameters
+from v41jax.sampling import SamplingInputs, sample
+from v41jax.state_copies import Images, StateCopies, allocate_images
+from v41jax.step_arrays import empty_step, engram_shapes, image_shapes
+
+Array = jax.Array
+Pools = pool_arrays.Pools
+
+_log = logging.getLogger(__name__)
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device besides the pools.
+
+    Attributes:
+      tokens: [F] int32 sampled ids; padding entries hold some id.
+      logits: [F, V] float32.
+      cursor_mismatch: [R] bool, a continuing request whose slot did not stand where the forward started.
+    """
+
+    tokens: Array
+    logits: Array
+    cursor_mismatch: Array
+
+
+class StateMismatchError(RuntimeError):
+    """A slot's cursor disagrees with the scheduler: its state must be rebuilt from a recoverable boundary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """One bucket's program.
+
+    Attributes:
+      call: the executable.
+      seconds: time it took to compile (or to fetch from the persistent cache).
+      temporary_bytes: device memory it needs besides arguments and results.
+    """
+
+    call: Callable[..., tuple[Pools, StepOutput]]
+    seconds: float
+    temporary_bytes: int
+
+
+def serve_step(
+    params: Parameters,
+    pools: Pools,
+    batch: BatchStep,
+    engram_rows: EngramRows,
+    sampling: SamplingInputs,
+    image_embeddings: tuple[Array, Array] | None = None,
+    *,
+    setup: ModelSetup,
+    phase: str,
+) -> tuple[Pools, StepOutput]:
+    """Forward, sampling, and the new tokens' place on the device; pure.
+
+    Args:
+      params: weights.
+      pools: request memory, donated.
+      batch: the step.
+      engram_rows: table rows of the batch.
+      sampling: one entry per output row.
+      image_embeddings: ([N, D], [N] bool), or None.
+      setup: static.
+      phase: static, "prefill" or "decode".
+    """
+    pools, output = forward(
+        params, pools, batch, engram_rows, setup=setup, phase=phase, image_embeddings=image_embeddings
+    )
+    tokens = sample(output.logits, sampling)
+    rows = batch.positions.shape[0]
+    slots = pools.last_token.shape[0]
+    real = batch.output_rows < rows
+    request = batch.batch_ids[jnp.minimum(batch.output_rows, rows - 1)]
+    target = jnp.where(real, batch.slots[jnp.maximum(request, 0)], slots)
+    pools = pools.replace(last_token=pools.last_token.at[target].set(tokens, mode="drop"))
+    return pools, StepOutput(tokens, output.logits, output.cursor_mismatch)
+
+
+class ModelRunner:
+    """Runs scheduled steps on the device.
+
+    Attributes:
+      setup: what the forward is specialized on.
+      params: weights.
+      num_pages: PAGE units of the pools.
+      num_slots: state slots.
+      recompiles: programs compiled after `warm_up` declared the set complete.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        setup: ModelSetup,
+        *,
+        num_pages: int,
+        num_slots: int,
+        num_images: int = 0,
+        eager: bool = False,
+    ):
+        """Allocates the pools.
+
+        Args:
+          params: weights.
+          setup: what the forward is specialized on.
+          num_pages: PAGE units.
+          num_slots: state slots.
+          num_images: checkpoint images that can be held at once (copy transfer).
+          eager: run steps op by op, the correctness baseline; nothing is compiled ahead.
+        """
+        self.params = params
+        self.setup = setup
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        self.recompiles = 0
+        self._eager = eager
+        self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
+        self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
+        self._copies = StateCopies()
+        self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
+        self._warm = False
+        self._failed = False
+
+    @property
+    def pools(self) -> Pools:
+        """The live pools, for tests and debugging: read them before the next step donates them."""
+        return self._pools
+
+    def replace_pools(self, pools: Pools) -> None:
+        """Puts other contents in place (tests poison memory with it)."""
+        self._pools = pools
+
+    # Compilation ---------------------------------------------------------------------------------------------
+
+    def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False) -> None:
+        """Compiles steps ahead from abstract shapes; no pool byte is touched.
+
+        Args:
+          shapes: every shape that the scheduler's buckets can produce.
+          images: also compile the variants whose rows take image embeddings.
+        """
+        if self._eager:
+            return
+        for shape in shapes:
+            self._program(shape, False)
+            if images and shape.phase.value == "prefill":
+                self._program(shape, True)
+        self._warm = True
+
+    def _program(self, shape: StepShape, images: bool) -> CompiledStep:
+        key = (shape, images)
+        if key in self._compiled:
+            return self._compiled[key]
+        if self._warm:
+            self.recompiles += 1
+            _log.warning("compiling %s after warm-up: the bucket ladders do not cover it", shape)
+        began = time.perf_counter()
+        setup = self.setup
+        step = functools.partial(serve_step, setup=setup, phase=shape.phase.value)
+        arguments = [
+            _abstract(self.params),
+            _abstract(self._pools),
+            _abstract(empty_step(shape, setup.geometry)),
+            engram_shapes(setup.config, shape.rows),
+            _abstract(sampling_inputs([], shape.outputs)),
+        ]
+        if images:
+            arguments.append(image_shapes(setup.config, shape.rows))
+        executable = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+        memory = executable.memory_analysis()
+        program = CompiledStep(
+            executable, time.perf_counter() - began, int(getattr(memory, "temp_size_in_bytes", 0) or 0)
+        )
+        self._compiled[key] = program
+        return program
+
+    # Execution -----------------------------------------------------------------------------------------------
+
+    def execute(
+        self,
+        shape: StepShape,
+        batch: BatchStep,
+        engram_rows: EngramRows,
+        sampling: SamplingInputs,
+        ops: StateMaintenanceOps | None = None,
+        image_embeddings: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> StepOutput:
+        """Dispatches one step; returns before it has run.
+
+        Raises:
+          RuntimeError: after an earlier step failed; the pools were donated to it and are gone.
+        """
+        if self._failed:
+            raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
+        images = image_embeddings is not None
+        arguments: list[Any] = [batch, engram_rows, sampling]
+        if images:
+            arguments.append(image_embeddings)
+        program: Callable[..., tuple[Pools, StepOutput]]
+        if self._eager:
+            program = functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)
+            arguments = jax.tree.map(jnp.asarray, arguments)
+        else:
+            program = self._program(shape, images).call
+        try:
+            if ops is not None:
+                self._maintain(ops)
+            self._pools, output = program(self.params, self._pools, *arguments)
+        except BaseException:
+            self._failed = True
+            raise
+        return output
+
+    def _maintain(self, ops: StateMaintenanceOps) -> None:
+        """Relocations, then stores, then restores (runtime specification, "Operations per batch, in this order")."""
+        identity = self.setup.geometry.layout_id
+        for image in (*ops.stores, *ops.restores):
+            if image.layout_id != identity or image.image_bytes != self.setup.geometry.image_bytes:
+                raise ValueError(f"an image of layout {image.layout_id!r} does not fit pools of layout {identity!r}")
+        self._pools = self._copies.relocate(self._pools, [(move.source, move.destination) for move in ops.relocations])
+        if ops.stores:
+            pairs = [(store.slot, store.image) for store in ops.stores]
+            self._images = self._copies.store(self._images, self._pools, pairs)
+        if ops.restores:
+            pairs = [(restore.image, restore.slot) for restore in ops.restores]
+            self._pools = self._copies.restore(self._pools, self._images, pairs)
+
+    # Reports -------------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """Buckets, compile times and memory: what an operator reads after start-up."""
+        device = jax.devices()[0]
+        return {
+            "device": device.device_kind,
+            "platform": device.platform,
+            "jax": jax.__version__,
+            "weight_bytes": _bytes(self.params),
+            "pool_bytes": _bytes(self._pools),
+            "image_bytes": _bytes(self._images),
+            "pages": self.num_pages,
+            "slots": self.num_slots,
+            "temporary_bytes": max((step.temporary_bytes for step in self._compiled.values()), default=0),
+            "programs": len(self._compiled),
+            "compile_seconds": round(sum(step.seconds for step in self._compiled.values()), 3),
+            "recompiles_after_warm_up": self.recompiles,
+            "kernels": self.setup.kernels,
+        }
+
+
+class SamplingRow(NamedTuple):
+    """Parameters of one output row; the fields of `SamplingInputs`, one entry each."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    position: int
+
+
+def sampling_inputs(rows: Sequence[SamplingRow], outputs: int) -> SamplingInputs:
+    """Pads per-request parameters to the output bucket; padding rows are greedy.
+
+    Args:
+      rows: one per output row.
+      outputs: `F`.
+    """
+    inputs = SamplingInputs(
+        temperature=np.zeros(outputs, np.float32),
+        top_k=np.zeros(outputs, np.int32),
+        top_p=np.ones(outputs, np.float32),
+        min_p=np.zeros(outputs, np.float32),
+        seeds=np.zeros(outputs, np.uint32),
+        positions=np.zeros(outputs, np.int32),
+    )
+    for index, row in enumerate(rows):
+        inputs.temperature[index] = row.temperature
+        inputs.top_k[index] = row.top_k
+        inputs.top_p[index] = row.top_p
+        inputs.min_p[index] = row.min_p
+        inputs.seeds[index] = row.seed
+        inputs.positions[index] = row.position
+    return inputs
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
