@@ -37,16 +37,20 @@ _open = contextlib.ExitStack()
 
 
 @functools.cache
-def load(
-    name: str = "five-layer", dtype: str = "float32", quantized: bool = False, packed: bool = False
-) -> tuple[LoadedModel, DraftParameters]:
-    """A golden checkpoint with its draft, opened once per process."""
+def load(dtype: str = "float32", quantized: bool = False, packed: bool = False) -> tuple[LoadedModel, DraftParameters]:
+    """The five-layer golden checkpoint with its draft, opened once per process."""
     precision = Precision(jnp.dtype(dtype), quantized)
+    directory = golden.directory("five-layer")
     model = _open.enter_context(
-        load_model(golden.directory(name), precision, max_model_len=256, speculative_tokens=5, packed=packed)
+        load_model(directory, precision, max_model_len=256, speculative_tokens=WIDTH - 1, packed=packed)
     )
-    checkpoint = _open.enter_context(Checkpoint.open(golden.directory(name), scopes=("draft",)))
-    return model, load_draft_parameters(checkpoint, form="dequantized", dtype=precision.activation_dtype)
+    return model, load_draft_parameters(open_checkpoint(), form="dequantized", dtype=precision.activation_dtype)
+
+
+@functools.cache
+def open_checkpoint() -> Checkpoint:
+    """The same checkpoint for the reference: text and draft."""
+    return _open.enter_context(Checkpoint.open(golden.directory("five-layer"), scopes=("text", "draft")))
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("pools",))
