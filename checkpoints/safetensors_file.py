@@ -227,11 +227,13 @@ class MappedFile:
         if not same:
             raise CheckpointError([f"{self.path.name}: changed on disk while it was open; open the checkpoint again"])
 
-    def release(self, begin: int, end: int) -> None:
-        """Lets the kernel take back the resident pages of a byte range; arrays stay valid and are read again on use."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED") and end > begin:
-            start = begin - begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+    def give_back_pages(self) -> None:
+        """Lets the kernel take back every resident page; arrays stay valid and are read again on use.
+
+        The whole file, because a page fault also maps the neighbours of the page that was read.
+        """
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Drops this object's hold on the mapping; it ends with the last array taken from it."""

@@ -168,14 +168,19 @@ class _Scales:
 
 @dataclasses.dataclass(frozen=True)
 class _MixBase:
-    """`hc_*_base`: open gates, and a stream mix that leans towards keeping every stream where it is."""
+    """`hc_*_base`: streams that stay distinct.
+
+    Outputs are added to all streams with weights in (0, 2) and then mixed. Streams stay distinct only where a layer
+    writes to few of them and the mix keeps nearly all of a stream where it is.
+    """
 
     streams: int
 
     def __call__(self, random: np.random.Generator, shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
-        base = random.standard_normal(shape, np.float32) * np.float32(0.5)
+        base = random.standard_normal(shape, np.float32)
+        base[self.streams : 2 * self.streams] *= 3
         mix = base[2 * self.streams :].reshape(self.streams, self.streams)
-        mix += 2 * np.eye(self.streams, dtype=np.float32)
+        mix += 6 * np.eye(self.streams, dtype=np.float32)
         yield base
 
 

@@ -20,8 +20,11 @@ from checkpoints.load import index_faults, read_config, read_shards
 from checkpoints.safetensors_file import ARRAY_DTYPES, MappedFile, TensorEntry
 from checkpoints.schema import SCOPES, TensorSpec, tensor_schema
 
-PIECE = 2**24
+PIECE = 2**22
 """Bytes of a tensor looked at together."""
+
+RESIDENT_LIMIT = 2**25
+"""Bytes read before their pages are given back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,7 @@ def content_faults(
     """Faults of the values of tensors whose headers were read; one line a tensor."""
     readable = {name: place for name, place in entries.items() if place[1].dtype in ARRAY_DTYPES}
     total = sum(entry.end - entry.begin for _, entry in readable.values())
-    done = 0
+    done = resident = 0
     files: dict[str, MappedFile] = {}
     for name, (shard, entry) in readable.items():
         try:
@@ -110,8 +113,11 @@ def content_faults(
                 first = begin + int(bad[0])
             count += bad.size
             done += piece.nbytes
-            offset = entry.begin + begin * flat.itemsize
-            files[shard].release(offset, offset + piece.nbytes)
+            resident += piece.nbytes
+            if resident > RESIDENT_LIMIT:
+                for file in files.values():
+                    file.give_back_pages()
+                resident = 0
             if progress is not None:
                 progress(done, total)
         if count:

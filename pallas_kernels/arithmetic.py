@@ -104,17 +104,29 @@ def even_odd(x: Array) -> Array:
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
 
+def scaled_e2m1(codes: Array) -> Array:
+    """uint16 E2M1 codes (higher bits ignored) -> float32 value times 2^-14.
+
+    A float16 whose exponent and mantissa bits are the code's own is that value, subnormals included; its widening to
+    float32 is one instruction where `decode_e2m1` needs a comparison and two selections.
+    """
+    return lax.bitcast_convert_type(((codes & 7) << 9) | ((codes & 8) << 12), jnp.float16).astype(jnp.float32)
+
+
+def scaled_e4m3(codes: Array) -> Array:
+    """uint16 E4M3 codes (higher bits ignored) -> float32 value times 2^-8; the NaN codes give 480 times 2^-8."""
+    return lax.bitcast_convert_type(((codes & 127) << 7) | ((codes & 128) << 8), jnp.float16).astype(jnp.float32)
+
+
 def decode_expert_halves(packed: Array, scales: Array) -> Array:
     """Expert matrix uint8 [..., K/2], uint8 E8M0 [..., K/32] -> float32 [..., K] in the order of `even_odd`.
 
     Keeping the low and the high nibbles apart spares an interleaving of lanes; the other operand of the product is
-    reordered instead. A code is widened through a float16 whose exponent and mantissa bits are the code's own: that
-    is the value times 2^-14, which the scale takes back.
+    reordered instead.
     """
     groups = scales.shape[-1]
     wide = packed.astype(jnp.uint16).reshape(*packed.shape[:-1], 1, groups, packed.shape[-1] // groups)
-    codes = jnp.concatenate([wide, wide >> 4], axis=-3)
-    values = lax.bitcast_convert_type(((codes & 7) << 9) | ((codes & 8) << 12), jnp.float16).astype(jnp.float32)
+    values = scaled_e2m1(jnp.concatenate([wide, wide >> 4], axis=-3))
     powers = decode_e8m0(scales.astype(jnp.int32)) * 2.0**14
     return (values * powers[..., None, :, None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 

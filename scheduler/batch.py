@@ -75,7 +75,8 @@ class BatchStep(NamedTuple):
       block_tables: [R, P] int32 page ids; padding 0, a real page.
       preparation: [R] int32, a `Preparation`; padding CONTINUE.
       forward_start: [R] int32, position of the request's first row.
-      history: [R, Hh] int32, compressed ids before `forward_start`, oldest first; used by RESET and REWIND.
+      history: [R, Hh] int32, compressed ids before `forward_start`, oldest first; the device
+        reads them for RESET and REWIND, the Engram look-up always.
       write_from: [R] int32, groups ending below it are not written.
       cached_until: [R] int32, positions below it keep the encoder ring and tail rows they hold.
       swa_cached_until: [R] int32, for rows at or after it, window positions below it come from the ring.

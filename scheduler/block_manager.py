@@ -89,22 +89,29 @@ class BlockManager:
                 break
             pages.append(page)
         compressed_hit = len(pages) * self.block
-        hit = gate_fixpoint([lambda tokens: self._image_gate(sequence, tokens)], compressed_hit)
+        hit = gate_fixpoint([lambda tokens: self._image_gate(sequence, tokens, length)], compressed_hit)
         image_hash = NO_HASH
         demand = 0
-        if self.images is not None:
-            if hit:
-                image_hash = block_hash(sequence, hit // self.block - 1, self.block)
-            fits = self.geometry.pages_for(length) + self.images.checkpoint.units <= self.pool.num_pages
-            if hit < compressed_hit and fits:
-                demand = compressed_hit
+        if self.images is not None and hit:
+            image_hash = block_hash(sequence, hit // self.block - 1, self.block)
+        if self.images is not None and hit < compressed_hit and self._holds_image_beside(length):
+            demand = compressed_hit
         return PrefixHit(hit, tuple(pages[: hit // self.block]), image_hash, demand)
 
-    def _image_gate(self, sequence: Sequence, tokens: int) -> int:
-        """Rightmost boundary at most `tokens` whose state can be had: any under replay, one with a READY image else."""
+    def _holds_image_beside(self, length: int) -> bool:
+        """Whether the whole pool could hold `length` tokens and an image at once."""
+        units = self.images.checkpoint.units if self.images is not None else 0
+        return self.geometry.pages_for(length) + units <= self.pool.num_pages
+
+    def _image_gate(self, sequence: Sequence, tokens: int, length: int) -> int:
+        """Rightmost boundary at most `tokens` whose state can be had: any under replay, one with a READY image else.
+
+        A restore pins its image while the request takes all its pages; a request that leaves no room for one never
+        gets one, rather than waiting forever for pages that the image itself holds.
+        """
         if self.transfer.kind is TransferKind.REPLAY:
             return tokens
-        if self.images is None:
+        if self.images is None or not self._holds_image_beside(length):
             return 0
         while tokens and not self.images.is_ready(block_hash(sequence, tokens // self.block - 1, self.block)):
             tokens -= self.block

@@ -123,16 +123,13 @@ class InvariantChecker:
         pool, slots = scheduler.manager.pool, scheduler.manager.slots
         running = scheduler.running
         refs = Counter(page for sequence in running for page in sequence.block_table)
-        _require(
-            all(pool.refs[page] == refs.get(page, 0) for page in range(pool.num_pages)),
-            1,
-            "page references differ from the block tables' entries",
-        )
+        referenced = {page: count for page, count in enumerate(pool.refs) if count}
+        _require(referenced == refs, 1, "page references differ from the block tables' entries")
         states = [
             set(pool.vacant_pages()),
             set(pool.cached_pages()),
             set(refs),
-            {page for page in range(pool.num_pages) if pool.is_raw(page)},
+            set(pool.raw_pages()),
         ]
         _require(
             sum(map(len, states)) == pool.num_pages and set().union(*states) == set(range(pool.num_pages)),

@@ -148,7 +148,6 @@ class Lifecycle:
         for sequence in list(self._sequences.values()):
             self._end(sequence, f"failed: {reason}")
         self._aborted.clear()
-        self._relocations = ()
         return self.take_outputs()
 
     # State ---------------------------------------------------------------------------------------------------
@@ -376,6 +375,7 @@ class Lifecycle:
         restore = self._restores.pop(sequence.request_id, None)
         if restore is not None and self.manager.images is not None:
             self.manager.images.unpin(restore)
+        self._relocations = tuple(move for move in self._relocations if move.destination != sequence.slot)
         if sequence.is_partial_prefill:
             self._partial -= 1
         self.manager.free(sequence)

@@ -79,7 +79,7 @@ class BlockPool:
         self.index: dict[int, int] = {}
         self.on_evict = on_evict
         self._contents: list[bytes] = [b""] * num_pages
-        self._raw = bytearray(num_pages)
+        self._raw: set[int] = set()
         self._vacant = list(range(num_pages))
         self._cached: dict[int, None] = {}
 
@@ -103,7 +103,7 @@ class BlockPool:
     @property
     def num_raw(self) -> int:
         """Pages that hold checkpoint images."""
-        return sum(self._raw)
+        return len(self._raw)
 
     def vacant_pages(self) -> tuple[int, ...]:
         """Ids of the free pages without reusable content."""
@@ -113,9 +113,9 @@ class BlockPool:
         """Ids of the free pages with reusable content, next eviction first."""
         return tuple(self._cached)
 
-    def is_raw(self, page: int) -> bool:
-        """Whether the page is storage of a checkpoint image."""
-        return bool(self._raw[page])
+    def raw_pages(self) -> tuple[int, ...]:
+        """Ids of the pages that hold checkpoint images, ascending."""
+        return tuple(sorted(self._raw))
 
     # Lookup and references -----------------------------------------------------------------------------------
 
@@ -182,16 +182,15 @@ class BlockPool:
         if count > self.num_free:
             raise RuntimeError(f"{count} pages are wanted as raw storage, {self.num_free} are free")
         pages = tuple(self._take_free() for _ in range(count))
-        for page in pages:
-            self._raw[page] = 1
+        self._raw.update(pages)
         return pages
 
     def release_raw(self, pages: Iterable[int]) -> None:
         """Returns raw storage to the vacant pages."""
         for page in pages:
-            if not self._raw[page]:
+            if page not in self._raw:
                 raise RuntimeError(f"page {page} is no raw storage")
-            self._raw[page] = 0
+            self._raw.remove(page)
             heapq.heappush(self._vacant, page)
 
     # Internal ------------------------------------------------------------------------------------------------

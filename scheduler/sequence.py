@@ -46,6 +46,7 @@ class SamplingParams:
       temperature: 0 is greedy.
       top_k: candidates kept; 0 keeps all.
       top_p: probability mass kept.
+      min_p: fraction of the best token's probability below which a token is dropped.
       seed: of the request's own random stream; None lets the engine choose.
       ignore_eos: generate past the end-of-sequence id.
       stop_token_ids: ids that end the generation (reason `stop_<id>`).
@@ -57,6 +58,7 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from v41jax.commands import checkpoint, generate
@@ -35,14 +34,7 @@ def fault_lines(error: Exception) -> list[str]:
 def main() -> None:
     """Runs the command line and exits."""
     try:
-        app(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
+        app()
     except (ValueError, OSError) as error:
         for line in fault_lines(error):
             print(f"error: {line}", file=sys.stderr)

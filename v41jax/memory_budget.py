@@ -11,7 +11,7 @@ import jax
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
 
-CPU_POOL_BYTES = 1 << 30
+CPU_POOL_BYTES = 1 << 28
 """Most that pools take of a CPU's memory unless `num_pages` is given: a laptop has other uses for the rest."""
 
 SCRATCH_FRACTION = 0.05

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
+from pallas_kernels.stored_rows import load_rows, store_rows
 from scheduler.batch import BatchStep, CompressionPlan, EngramRows, Preparation
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
@@ -237,7 +238,8 @@ def prepare_slots(pools: Pools, batch: BatchStep, phase: Phase) -> tuple[Pools, 
 
     def clear(layer: Array, rings: Array) -> Array:
         # One layer at a time: zeros for all layers of all requests at once would be a large temporary.
-        return rings.at[jnp.where(reset, layer * slots + batch.slots, layers * slots)].set(0, mode="drop")
+        owner = jnp.where(reset, layer * slots + batch.slots, layers * slots)
+        return store_rows(rings, (owner,), jnp.zeros((), rings.dtype))
 
     rings = jax.lax.fori_loop(0, layers, clear, rings)
     cleared = jnp.where(reset, batch.slots, slots)
@@ -278,7 +280,7 @@ def embed(
     """Token or image embeddings copied to every stream, and the first pre-mix."""
     last = pools.last_token[batch.slots[jnp.maximum(batch.batch_ids, 0)]]
     ids = jnp.where(batch.token_ids == -1, last, batch.token_ids)
-    x = params.embed[jnp.clip(ids, 0, params.embed.shape[0] - 1)].astype(setup.precision.activation_dtype)
+    x = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
     if image_embeddings is not None:
         embeddings, mask = image_embeddings
         x = jnp.where(mask[:, None], round_to(embeddings, x.dtype), x)

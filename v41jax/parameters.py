@@ -121,10 +121,6 @@ class TensorSource(Protocol):
         """Read-only view of one tensor."""
         ...
 
-    def release(self, name: str) -> None:
-        """The tensor was copied: its resident file pages may go."""
-        ...
-
 
 Index = tuple[slice, ...]
 
@@ -171,8 +167,6 @@ def leaf_of(
         tensors = [checkpoint.tensor(name) for name in names]
         value = tensors[0] if make is None else make(*tensors)
         out[...] = value.reshape(shape)[index].astype(dtype, copy=False)
-        for name in names:
-            checkpoint.release(name)
 
     return Leaf(shape, dtype, fill)
 

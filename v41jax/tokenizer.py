@@ -48,6 +48,7 @@ class Tokenizer:
       vocab_size: ids are below it.
       stand_ins: control tokens this file lacks -> the tokens used in their place (see `FAMILY_STAND_INS`).
       stop_ids: generation ends at any of these.
+      cached_characters: length of the texts whose ids are kept now.
 
     Args:
       definition: the parsed content of a `tokenizer.json`.
@@ -88,7 +89,7 @@ class Tokenizer:
         self._plain = LibraryTokenizer.from_str(json.dumps({**definition, "added_tokens": []}))
         self._splitter = _splitter(added)
         self._cache: collections.OrderedDict[str, array[int]] = collections.OrderedDict()
-        self._cached = 0
+        self.cached_characters = 0
         self._cache_characters = cache_characters
         self._lock = threading.Lock()
         for token in CONTROL_TOKENS:
@@ -133,10 +134,10 @@ class Tokenizer:
         if len(text) <= self._cache_characters:
             with self._lock:
                 if text not in self._cache:
-                    self._cached += len(text)
+                    self.cached_characters += len(text)
                 self._cache[text] = array("i", ids)
-                while self._cached > self._cache_characters:
-                    self._cached -= len(self._cache.popitem(last=False)[0])
+                while self.cached_characters > self._cache_characters:
+                    self.cached_characters -= len(self._cache.popitem(last=False)[0])
         return ids
 
     def encode_with_control(self, text: str) -> list[int]:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import backend
 from pallas_kernels.index_plane import plane_faults
-from pallas_kernels.index_scores import xla
+from pallas_kernels.index_scores import triton, xla
 
 Array = jax.Array
 
@@ -61,16 +61,11 @@ def index_scores(
     faults = plane_faults(query, values, scales, index_format)
     if faults:
         raise ValueError("index_scores: " + "; ".join(faults))
-    backend.choose("index_scores", implementation, {})
+    problem = triton.unsupported(query, values, index_format, quantize_query, score_dtype)
+    choice = backend.choose("index_scores", implementation, {"triton": backend.Candidate(problem)})
+    operands = (query, head_weights.astype(jnp.float32), visible, batch_ids, block_tables, values, scales)
+    if choice.implementation == "triton":
+        return triton.index_scores(*operands, index_format=index_format, interpret=choice.interpret)
     return xla.index_scores(
-        query,
-        head_weights,
-        visible,
-        batch_ids,
-        block_tables,
-        values,
-        scales,
-        index_format=index_format,
-        quantize_query=quantize_query,
-        score_dtype=score_dtype,
+        *operands, index_format=index_format, quantize_query=quantize_query, score_dtype=score_dtype
     )

@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels.arithmetic import decode_main_row, decode_window_row
 from pallas_kernels.rounding import round_to
+from pallas_kernels.stored_rows import load_rows
 
 Array = jax.Array
 
@@ -122,7 +123,7 @@ def _selected_rows(
     pages, per_page, _ = main.shape
     entries = jnp.clip(selected, 0, block_tables.shape[1] * per_page - 1)
     page = jnp.clip(block_tables[request[:, None], entries // per_page], 0, pages - 1)
-    rows = main[page, entries % per_page]
+    rows = load_rows(main, (page, entries % per_page))
     return (decode_main_row(rows) if main_format == "fp4" else rows).astype(dtype)
 
 
@@ -143,7 +144,7 @@ def _window_rows(
     back = jnp.arange(window - 1, -1, -1, dtype=jnp.int32)
     wanted = positions[:, None] - back
     valid = wanted >= jnp.maximum(floor, 0)[:, None]
-    rows = ring[slots[request][:, None], jnp.maximum(wanted, 0) % ring.shape[1]]
+    rows = load_rows(ring, (slots[request][:, None], jnp.maximum(wanted, 0) % ring.shape[1]))
     rows = (decode_window_row(rows) if window_format == "fp8" else rows).astype(dtype)
     if in_forward.shape[0]:
         index = jnp.clip(own_row[:, None] - back, 0, in_forward.shape[0] - 1)

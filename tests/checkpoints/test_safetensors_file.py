@@ -60,7 +60,7 @@ def test_every_stored_dtype_is_mapped(tmp_path):
         np.testing.assert_array_equal(array.astype(np.float32), value.astype(np.float32))
     assert file.array(entries["empty"]).shape == (0, 5)
     kept = file.array(entries["d"])
-    file.release(entries["d"].begin, entries["d"].end)
+    file.give_back_pages()
     file.close()
     assert kept.tolist() == [0x10, 0x32, 0x80, 0xFF]
     with pytest.raises(CheckpointError, match="closed"):

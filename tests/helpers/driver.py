@@ -44,9 +44,7 @@ class Driver:
         self.poison = poison and hasattr(runner, "poison_pages")
         manager = scheduler.manager
         self.num_pages, self.num_slots = manager.pool.num_pages, manager.slots.num_slots
-        self.buckets = Buckets.default(
-            scheduler.config, scheduler.geometry, self.num_pages, scheduler.max_model_len
-        )
+        self.buckets = Buckets.default(scheduler.config, scheduler.geometry, self.num_pages, scheduler.max_model_len)
         self.checker = None
         if check:
             self.checker = InvariantChecker(

@@ -205,9 +205,7 @@ def play(
     scheduler = Scheduler(
         config, scenario.view, geometry, scenario.num_pages, scenario.num_slots, deferred=scenario.mode != "immediate"
     )
-    driver = Driver(
-        scheduler, make_runner(scheduler), mode=scenario.mode, compress_ids=compress_ids, check=check
-    )
+    driver = Driver(scheduler, make_runner(scheduler), mode=scenario.mode, compress_ids=compress_ids, check=check)
     rules = scheduler.rules
     last_event = max(max(request.arrival, request.abort or 0) for request in scenario.requests)
     for step in range(max_steps):
@@ -237,7 +235,8 @@ def play(
 
 
 def _disturb(scenario: Scenario, scheduler: Scheduler, rng: random.Random) -> None:
-    if scheduler.running and rng.random() < scenario.preempt:
+    # Bounded, so that a prompt longer than the time between two preemptions still ends.
+    if scheduler.running and rng.random() < scenario.preempt and scheduler.counters.preemptions < 40:
         scheduler.preempt(rng.choice(scheduler.running).request_id)
     if scheduler.running and rng.random() < scenario.relocate and not scheduler.queued_ops.relocations:
         running = list(scheduler.running)
@@ -286,4 +285,3 @@ def _first_stop(scenario: Scenario, request: Request, tokens: Sequence[int]) -> 
         if reason is not None:
             return reason if count == len(tokens) else None
     return None
-

@@ -130,13 +130,13 @@ def verify(
     else:
         print(f"{directory}: {result.tensors} tensors, {result.nbytes} bytes in {result.shards} shards, no fault")
     if result.faults:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _fail(faults: list[str] | tuple[str, ...]) -> NoReturn:
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
-    raise typer.Exit(2)
+    raise SystemExit(2)
 
 
 def _require_directory(directory: Path) -> None:

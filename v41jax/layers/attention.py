@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.stored_rows import store_rows
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, quantize_input
 from v41jax.layers.norm import rms_norm
@@ -110,7 +111,7 @@ def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: 
         stored = kv.astype(window.dtype)
     owner = ring_offset + slots[jnp.maximum(rows.batch_ids, 0)]
     owner = jnp.where(rows.ring_rows, owner, rings)
-    return window.at[owner, rows.positions % ring].set(stored, mode="drop")
+    return store_rows(window, (owner, rows.positions % ring), stored)
 
 
 def attend(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
+from pallas_kernels.stored_rows import store_rows
 from scheduler.batch import CompressionPlan
 from v41jax.config import TextConfig
 from v41jax.layers.linear import product
@@ -111,7 +112,7 @@ def compress(
     offset = entry % rows_per_page
 
     def put(plane: Array, value: Array) -> Array:
-        return plane.at[page, offset].set(value.astype(plane.dtype), mode="drop")
+        return store_rows(plane, (page, offset), value)
 
     return memory._replace(
         main=put(memory.main, main_row),
