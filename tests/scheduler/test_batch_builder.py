@@ -19,7 +19,7 @@ from tests.helpers.stub_runner import compress_ids
 GEOMETRY = V41PoolGeometry(
     layers=12, owners=((2, 2), (4, 2), (6, 1)), block_size=32, window_size=16, head_dim=64, index_dim=32
 )
-BUCKETS = Buckets((1, 2, 4, 8), (128, 256), (1, 4, 8), (4, 16), (16,))
+BUCKETS = Buckets((1, 2, 4, 8), (128, 256), (4, 8), (4, 16), (16,))
 PAGES, SLOTS = 64, 8
 
 
