@@ -41,6 +41,7 @@ RULES = {
             "v41jax.config",
             "v41jax.quantization_numpy",
             "v41jax.engram_hashing",
+            "v41jax.engram_lookup",
             "v41jax.engram_primes",
             "v41jax.token_map",
             "scheduler.batch",

@@ -303,7 +303,7 @@ class Engine:
                 step = max(step, prompt.arrival_step)
                 places[self.submit(prompt)] = place
                 idle = False
-            for request_id, delta, finished in self.step():
+            for request_id, _, finished in self.step():
                 if finished is not None:
                     results[places[request_id]] = finished
             step += 1

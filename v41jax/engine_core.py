@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,11 @@ from scheduler.batch_builder import build_batch_step
 from scheduler.buckets import Buckets
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import RequestOutput
+from scheduler.sequence import RequestId, RequestOutput
 from v41jax.engram_lookup import EngramLookup
-from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, sampling_inputs
+from v41jax.logit_edits import EditPlanner
+from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, empty_edits, sampling_inputs
+from v41jax.sampling import TokenScores
 
 RECENT_STEPS = 256
 """Steps whose times `step_times` remembers."""
@@ -48,10 +51,23 @@ class StepTimes:
     wait: float
 
 
+class TokenScore(NamedTuple):
+    """Log-probabilities at one generated token, of the model's own logits.
+
+    Attributes:
+      logprob: of the token.
+      alternatives: (token id, log-probability) of the most likely tokens, best first, as many as were asked for.
+    """
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]
+
+
 @dataclasses.dataclass
 class _InFlight:
     batch: ScheduledBatch
     output: StepOutput
+    scored: bool
     result: StepResult | None = None
 
 
@@ -74,6 +90,8 @@ class EngineCore:
       scheduler: order, memory and outcomes.
       runner: weights, pools and programs.
       step_times: host times of recent steps, oldest first.
+      edits: biases, penalties and constraints.
+      scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
     """
 
     def __init__(
@@ -83,6 +101,10 @@ class EngineCore:
         self.runner = runner
         self.buckets = buckets
         self.step_times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
+        self.scores: dict[RequestId, TokenScore] = {}
+        self.edits = EditPlanner(
+            runner.num_slots, runner.setup.config.text.vocab_size, empty_edits, runner.load_adjustments
+        )
         self._lookup = lookup
         self._in_flight: _InFlight | None = None
 
@@ -106,12 +128,12 @@ class EngineCore:
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
+        self.scores = {}
         batch = self.scheduler.schedule()
         previous = self._in_flight
         if batch is None:
             self._in_flight = None
-            finished = [] if previous is None else self.scheduler.postprocess(previous.batch, self._read(previous))
-            return [*finished, *self.scheduler.take_outputs()]
+            return self._finish(previous)
         planned = time.perf_counter()
         waited = 0.0
         if batch.has_pending_tokens:
@@ -130,11 +152,15 @@ class EngineCore:
         built = time.perf_counter()
         engram_rows = self._engram_rows(arrays)
         looked_up = time.perf_counter()
-        output = self.runner.execute(
-            shape, arrays, engram_rows, sampling_inputs(_sampling_rows(batch), shape.outputs), batch.ops
+        scored = any(batch.sampling[index].logprobs is not None for index in batch.output_requests.tolist())
+        sampling = self.runner.step_sampling(
+            sampling_inputs(_sampling_rows(batch), shape.outputs),
+            self.edits.plan(batch, shape.outputs, self.scheduler.sequence),
+            scored=scored,
         )
+        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops)
         dispatched = time.perf_counter()
-        self._in_flight = _InFlight(batch, output)
+        self._in_flight = _InFlight(batch, output, scored)
         self.step_times.append(
             StepTimes(
                 phase=batch.phase,
@@ -145,12 +171,16 @@ class EngineCore:
                 wait=waited,
             )
         )
-        if previous is None:
+        return self._finish(previous)
+
+    def _finish(self, step: _InFlight | None) -> list[RequestOutput]:
+        """Takes in the results of a dispatched step, if there is one, and returns all outputs."""
+        if step is None:
             return self.scheduler.take_outputs()
-        return [
-            *self.scheduler.postprocess(previous.batch, self._read(previous)),
-            *self.scheduler.take_outputs(),
-        ]
+        outputs = self.scheduler.postprocess(step.batch, self._read(step))
+        if step.scored:
+            self.scores = _scores(step, outputs)
+        return [*outputs, *self.scheduler.take_outputs()]
 
     def _compress(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.zeros_like(token_ids) if self._lookup is None else self._lookup.hasher.compress(token_ids)
@@ -170,6 +200,19 @@ class EngineCore:
                 )
             step.result = StepResult(tokens[: len(step.batch.output_requests)])
         return step.result
+
+
+def _scores(step: _InFlight, outputs: list[RequestOutput]) -> dict[RequestId, TokenScore]:
+    """Log-probabilities of the tokens in a step's outputs; results that the scheduler dropped have none."""
+    chosen, top, top_ids = (np.asarray(part) for part in TokenScores(*step.output.scores))
+    delivered = {output.request_id for output in outputs if output.new_tokens}
+    scores: dict[RequestId, TokenScore] = {}
+    for row, index in enumerate(step.batch.output_requests.tolist()):
+        request_id, count = step.batch.request_ids[index], step.batch.sampling[index].logprobs
+        if count is not None and request_id in delivered:
+            alternatives = zip(top_ids[row, :count].tolist(), top[row, :count].tolist())
+            scores[request_id] = TokenScore(float(chosen[row]), tuple(alternatives))
+    return scores
 
 
 def _sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:

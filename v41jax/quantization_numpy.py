@@ -21,7 +21,6 @@ BLOCK_Q4N = 16
 """Elements per E4M3 scale of `quantize_q4n`."""
 
 E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 RECIPROCAL_448 = np.uint32(0x3B124925).view(np.float32)
 RECIPROCAL_6 = np.uint32(0x3E2AAAAB).view(np.float32)
 
@@ -73,10 +72,11 @@ def decode_e4m3(codes: Codes | NDArray[ml_dtypes.float8_e4m3fn]) -> Floats:
 
 
 def encode_e4m3(x: NDArray[np.floating]) -> Codes:
-    """Nearest E4M3 code (uint8) of `x`, ties to even, saturating at 448; NaN stays NaN."""
+    """Nearest E4M3 code (uint8) of `x`, ties to even, saturating at 448; any NaN becomes 0x7F."""
     clipped = np.clip(np.asarray(x, np.float32), -E4M3_MAX, E4M3_MAX)
     with np.errstate(invalid="ignore"):
-        return clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        codes = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(clipped), np.uint8(0x7F), codes)
 
 
 def decode_e8m0(codes: Codes) -> Floats:

@@ -23,7 +23,7 @@ from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
 from v41jax.model import ModelSetup, forward
 from v41jax.parameters import Parameters
-from v41jax.sampling import SamplingInputs, sample
+from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
 from v41jax.state_copies import Images, StateCopies, allocate_images
 from v41jax.step_arrays import empty_step, engram_shapes, image_shapes
 
@@ -38,13 +38,29 @@ class StepOutput(NamedTuple):
 
     Attributes:
       tokens: [F] int32 sampled ids; padding entries hold some id.
-      logits: [F, V] float32.
+      logits: [F, V] float32, the model's own.
       cursor_mismatch: [R] bool, a continuing request whose slot did not stand where the forward started.
+      scores: `TokenScores` of `tokens`, all zero unless the step was asked for them.
     """
 
     tokens: Array
     logits: Array
     cursor_mismatch: Array
+    scores: TokenScores
+
+
+class StepSampling(NamedTuple):
+    """How the tokens of a step are chosen.
+
+    Attributes:
+      inputs: per output row.
+      edits: per output row.
+      scored: scalar bool, log-probabilities are wanted.
+    """
+
+    inputs: SamplingInputs
+    edits: LogitEdits
+    scored: Array
 
 
 class StateMismatchError(RuntimeError):
@@ -61,7 +77,7 @@ class CompiledStep:
       temporary_bytes: device memory it needs besides arguments and results.
     """
 
-    call: Callable[..., tuple[Pools, StepOutput]]
+    call: Callable[..., tuple[Pools, Array, StepOutput]]
     seconds: float
     temporary_bytes: int
 
@@ -69,22 +85,24 @@ class CompiledStep:
 def serve_step(
     params: Parameters,
     pools: Pools,
+    adjustments: Array,
     batch: BatchStep,
     engram_rows: EngramRows,
-    sampling: SamplingInputs,
+    sampling: StepSampling,
     image_embeddings: tuple[Array, Array] | None = None,
     *,
     setup: ModelSetup,
     phase: str,
-) -> tuple[Pools, StepOutput]:
-    """Forward, sampling, and the new tokens' place on the device; pure.
+) -> tuple[Pools, Array, StepOutput]:
+    """Forward, sampling, and the new tokens' place on the device; pure. The image placeholder is never chosen.
 
     Args:
       params: weights.
       pools: request memory, donated.
+      adjustments: [slots, V] float32, donated; see `edit_logits`.
       batch: the step.
       engram_rows: table rows of the batch.
-      sampling: one entry per output row.
+      sampling: how tokens are chosen.
       image_embeddings: ([N, D], [N] bool), or None.
       setup: static.
       phase: static, "prefill" or "decode".
@@ -92,14 +110,21 @@ def serve_step(
     pools, output = forward(
         params, pools, batch, engram_rows, setup=setup, phase=phase, image_embeddings=image_embeddings
     )
-    tokens = sample(output.logits, sampling)
+    adjustments, logits = edit_logits(output.logits, adjustments, sampling.edits)
+    tokens = sample(logits.at[:, setup.config.image_token_id].set(-jnp.inf), sampling.inputs)
+    scores = token_scores(output.logits, tokens, sampling.scored)
     rows = batch.positions.shape[0]
     slots = pools.last_token.shape[0]
     real = batch.output_rows < rows
     request = batch.batch_ids[jnp.minimum(batch.output_rows, rows - 1)]
     target = jnp.where(real, batch.slots[jnp.maximum(request, 0)], slots)
     pools = pools.replace(last_token=pools.last_token.at[target].set(tokens, mode="drop"))
-    return pools, StepOutput(tokens, output.logits, output.cursor_mismatch)
+    return pools, adjustments, StepOutput(tokens, output.logits, output.cursor_mismatch, scores)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_row(adjustments: Array, slot: Array, row: Array) -> Array:
+    return adjustments.at[slot].set(row)
 
 
 class ModelRunner:
@@ -142,6 +167,8 @@ class ModelRunner:
         self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
         self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
         self._copies = StateCopies()
+        self._adjustments = jnp.zeros((num_slots, setup.config.text.vocab_size), jnp.float32)
+        self._empty_edits: dict[int, LogitEdits] = {}
         self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
         self._warm = False
         self._failed = False
@@ -170,6 +197,7 @@ class ModelRunner:
             self._program(shape, False)
             if images and shape.phase.value == "prefill":
                 self._program(shape, True)
+        self.load_adjustments(0, np.zeros(self._adjustments.shape[1], np.float32))
         self._warm = True
 
     def _program(self, shape: StepShape, images: bool) -> CompiledStep:
@@ -185,13 +213,14 @@ class ModelRunner:
         arguments = [
             _abstract(self.params),
             _abstract(self._pools),
+            _abstract(self._adjustments),
             _abstract(empty_step(shape, setup.geometry)),
             engram_shapes(setup.config, shape.rows),
-            _abstract(sampling_inputs([], shape.outputs)),
+            _abstract(self.step_sampling(sampling_inputs([], shape.outputs))),
         ]
         if images:
             arguments.append(image_shapes(setup.config, shape.rows))
-        executable = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+        executable = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
         memory = executable.memory_analysis()
         program = CompiledStep(
             executable, time.perf_counter() - began, int(getattr(memory, "temp_size_in_bytes", 0) or 0)
@@ -206,11 +235,19 @@ class ModelRunner:
         shape: StepShape,
         batch: BatchStep,
         engram_rows: EngramRows,
-        sampling: SamplingInputs,
+        sampling: StepSampling,
         ops: StateMaintenanceOps | None = None,
         image_embeddings: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> StepOutput:
         """Dispatches one step; returns before it has run.
+
+        Args:
+          shape: of the program.
+          batch: the step's arrays.
+          engram_rows: table rows of the batch.
+          sampling: made by `step_sampling`.
+          ops: state operations to run before.
+          image_embeddings: ([N, D] float32, [N] bool).
 
         Raises:
           RuntimeError: after an earlier step failed; the pools were donated to it and are gone.
@@ -221,7 +258,7 @@ class ModelRunner:
         arguments: list[Any] = [batch, engram_rows, sampling]
         if images:
             arguments.append(image_embeddings)
-        program: Callable[..., tuple[Pools, StepOutput]]
+        program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._eager:
             program = functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)
             arguments = jax.tree.map(jnp.asarray, arguments)
@@ -230,11 +267,28 @@ class ModelRunner:
         try:
             if ops is not None:
                 self._maintain(ops)
-            self._pools, output = program(self.params, self._pools, *arguments)
+            self._pools, self._adjustments, output = program(self.params, self._pools, self._adjustments, *arguments)
         except BaseException:
             self._failed = True
             raise
         return output
+
+    def load_adjustments(self, slot: int, row: np.ndarray) -> None:
+        """Replaces what a slot's logits are adjusted by: row [V] float32."""
+        self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
+
+    def step_sampling(
+        self, inputs: SamplingInputs, edits: LogitEdits | None = None, *, scored: bool = False
+    ) -> StepSampling:
+        """Sampling of a step; without edits the arrays that change nothing, which are already on the device."""
+        outputs = len(inputs.seeds)
+        return StepSampling(inputs, self._no_edits(outputs) if edits is None else edits, np.bool_(scored))
+
+    def _no_edits(self, outputs: int) -> LogitEdits:
+        if outputs not in self._empty_edits:
+            slots, vocabulary = self._adjustments.shape
+            self._empty_edits[outputs] = jax.tree.map(jnp.asarray, empty_edits(outputs, slots, vocabulary))
+        return self._empty_edits[outputs]
 
     def _maintain(self, ops: StateMaintenanceOps) -> None:
         """Relocations, then stores, then restores (runtime specification, "Operations per batch, in this order")."""
@@ -281,6 +335,17 @@ class SamplingRow(NamedTuple):
     min_p: float
     seed: int
     position: int
+
+
+def empty_edits(outputs: int, slots: int, vocabulary: int) -> LogitEdits:
+    """Edits of a step in which no row has any; rows of it may be filled in."""
+    return LogitEdits(
+        slots=np.full(outputs, slots, np.int32),
+        tokens=np.full(outputs, vocabulary, np.int32),
+        changes=np.zeros(outputs, np.float32),
+        constrained=np.zeros(outputs, bool),
+        allowed=np.full((outputs, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
+    )
 
 
 def sampling_inputs(rows: Sequence[SamplingRow], outputs: int) -> SamplingInputs:

@@ -1,7 +1,8 @@
 """Compiles Pallas kernels of the Triton route to AMD and NVIDIA machine code, on a machine that has no GPU.
 
-JAX's ROCm lowering holds each kernel's Triton IR, and Triton's own compiler turns that into a code object. The Triton
-inside jaxlib makes the binary that runs: registers and shared memory read here are indicative, legality carries over.
+JAX's lowering for ROCm or CUDA holds each kernel's Triton IR, and Triton's own compiler turns that into a code object.
+The Triton inside jaxlib makes the binary that runs: registers and shared memory read here are indicative, legality
+carries over.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def unavailable() -> str | None:
     return "triton is not installed"
 
 
-def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKernel]:
-    """The kernels in `fn(*args)`, lowered for the ROCm platform; args are arrays or `jax.ShapeDtypeStruct`."""
+def triton_kernels(fn: Callable[..., Any], args: Sequence[Any], platform: str = "rocm") -> list[TritonKernel]:
+    """The kernels in `fn(*args)`, lowered for "rocm" or "cuda"; args are arrays or `jax.ShapeDtypeStruct`."""
 
     def walk(operation: Any) -> Iterator[Any]:
         for region in operation.regions:
@@ -81,7 +82,7 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKe
                     yield child.operation
                     yield from walk(child.operation)
 
-    module = jax.jit(fn).trace(*args).lower(lowering_platforms=("rocm",)).compiler_ir("stablehlo")
+    module = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     kernels = []
     for operation in walk(module.operation):
         if operation.name != "stablehlo.custom_call" or "mhlo.backend_config" not in operation.attributes:
@@ -160,7 +161,7 @@ def _simplified(text: str) -> str:
 
 def compile_for_gpu(fn: Callable[..., Any], args: Sequence[Any], target: str) -> list[GpuBuild]:
     """Compiles every Triton-route kernel in `fn(*args)` for `target`, one of `TARGETS`."""
-    kernels = triton_kernels(fn, args)
+    kernels = triton_kernels(fn, args, "cuda" if target.startswith("sm_") else "rocm")
     if not kernels:
         raise ValueError("the function holds no Triton kernel")
     return [compile_kernel(kernel, target) for kernel in kernels]

@@ -238,7 +238,7 @@ def _disturb(scenario: Scenario, scheduler: Scheduler, rng: random.Random) -> No
     # Bounded, so that a prompt longer than the time between two preemptions still ends.
     if scheduler.running and rng.random() < scenario.preempt and scheduler.counters.preemptions < 40:
         scheduler.preempt(rng.choice(scheduler.running).request_id)
-    if scheduler.running and rng.random() < scenario.relocate and not scheduler.queued_ops.relocations:
+    if scheduler.running and rng.random() < scenario.relocate and not scheduler.queued_relocations:
         running = list(scheduler.running)
         slots = [sequence.slot for sequence in running] + list(scheduler.manager.slots.free_slots())
         moves = dict(zip((sequence.request_id for sequence in running), rng.sample(slots, len(running))))

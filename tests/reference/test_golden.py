@@ -66,7 +66,7 @@ def test_image_rows_matter_beyond_their_embeddings(ignored, make_model, open_che
         plain = held.plain
         monkeypatch.setattr(held, "plain", lambda key: plain(key.replace("bias_vl", "bias")))
     else:
-        hasher = model._lookup.hasher
+        hasher = model._hasher
         compress = hasher.compress
         monkeypatch.setattr(hasher, "compress", lambda ids, dead_mask: compress(ids))
     output = model.forward(*arguments, record=False)

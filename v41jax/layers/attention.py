@@ -106,9 +106,9 @@ def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: 
         codes, scales = quantize_q8(kv)
         stored = jnp.concatenate([codes, scales], axis=-1)
     elif window_format == "bf16":
-        stored = fake_q8(kv).astype(window.dtype)
+        stored = fake_q8(kv)
     else:
-        stored = kv.astype(window.dtype)
+        stored = kv
     owner = ring_offset + slots[jnp.maximum(rows.batch_ids, 0)]
     owner = jnp.where(rows.ring_rows, owner, rings)
     return store_rows(window, (owner, rows.positions % ring), stored)
