@@ -35,11 +35,8 @@ def empty_step(shape: StepShape, geometry: V41PoolGeometry) -> BatchStep:
 
     tail = None
     if shape.tail:
-        tail = TailPlan(
-            rows=full((shape.outputs, geometry.window_size), shape.rows),
-            floor=full(shape.outputs, 0),
-            requests=full(shape.outputs, -1),
-        )
+        capacity = shape.decoder_rows(geometry.window_size)
+        tail = TailPlan(rows=full(capacity, shape.rows), floor=full(capacity, 0), last=full(shape.outputs, capacity))
     return BatchStep(
         token_ids=full(shape.rows, 0),
         compressed_ids=full(shape.rows, DEAD),
