@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.sparse_attention import xla
+from pallas_kernels.sparse_attention import triton, xla
 
 Array = jax.Array
 
@@ -89,8 +91,16 @@ def sparse_attention(
             f"sparse_attention formats are main {MAIN_FORMATS} and window {WINDOW_FORMATS}, "
             f"not {main_format!r} and {window_format!r}"
         )
-    backend.choose("sparse_attention", implementation, {})
-    return xla.sparse_attention(
+    choice = backend.choose(
+        "sparse_attention",
+        implementation,
+        {"triton": backend.Candidate(triton.unsupported(query, main, ring, cos))},
+    )
+    run = {
+        "xla": xla.sparse_attention,
+        "triton": functools.partial(triton.sparse_attention, interpret=choice.interpret),
+    }[choice.implementation]
+    return run(
         query,
         sink,
         selected,

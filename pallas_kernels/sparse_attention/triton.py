@@ -52,17 +52,18 @@ class Config:
 
 def config_for(rows: int, heads: int, width: int, listed: int, generation: str) -> Config:
     """The configuration for `rows` query rows of `heads` heads over at most `listed` keys; shapes only, no contents."""
-    programs, keys, parts, stages = (304, 32, 4, 1) if generation == "rocm" else (132, 64, 1, 2)
-    tiles = -(-listed // keys)
-    splits = max(1, min(tiles, programs // max(rows, 1)))
-    return Config(
-        keys=keys,
-        heads=min(64, max(16, 1 << (heads - 1).bit_length())),
-        parts=parts if width >= 64 * parts else 1,
-        splits=splits,
-        num_warps=8,
-        num_stages=stages,
-    )
+    block = max(16, 1 << (heads - 1).bit_length())
+    if generation == "rocm":
+        # 64 KiB of shared memory: the latent width goes through it in four pieces.
+        base = Config(keys=32, heads=min(32, block), parts=4, splits=1, num_warps=4, num_stages=1)
+        programs = 304
+    else:
+        base = Config(keys=64, heads=min(64, block), parts=1, splits=1, num_warps=8, num_stages=2)
+        programs = 132
+    while width < 64 * base.parts:
+        base = dataclasses.replace(base, parts=base.parts // 2)
+    used = max(1, rows * -(-heads // base.heads))
+    return dataclasses.replace(base, splits=max(1, min(-(-listed // base.keys), programs // used)))
 
 
 def unsupported(query: Array, main: Array | None, ring: Array, cos: Array) -> str | None:

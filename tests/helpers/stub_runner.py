@@ -27,10 +27,10 @@ def compress_ids(ids):
 
 
 def _scramble(x):
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    """Mixes the bits of a uint64 array (arrays wrap silently, scalars would warn)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def position_values(tokens, compressed, images, positions):
@@ -49,37 +49,26 @@ def position_values(tokens, compressed, images, positions):
         content = np.where(inside, 1000 + seed + 31 * (positions - span.start), content)
     count = len(tokens)
     history = len(compressed) - count
-    with np.errstate(over="ignore"):
-        value = _scramble(content.astype(np.uint64) * _MIX + positions.astype(np.uint64))
-        for shift in range(history + 1):
-            ids = compressed[history - shift : history - shift + count].astype(np.int64)
-            value = _scramble(value + (ids + 2).astype(np.uint64) * np.uint64(shift + 1))
+    value = content.astype(np.uint64) * _MIX + positions.astype(np.uint64)
+    ids = (compressed + 2).astype(np.uint64)
+    for shift in range(history + 1):
+        value = _scramble(value + ids[history - shift : history - shift + count] * np.uint64(shift + 1))
     return (value >> np.uint64(2)).astype(np.int64)
 
 
 def pair_value(first, second):
     """Value of a ratio-2 group."""
-    with np.errstate(over="ignore"):
-        mixed = _scramble(first.astype(np.uint64) * np.uint64(3) + _scramble(second.astype(np.uint64)))
+    mixed = _scramble(first.astype(np.uint64) * np.uint64(3) + second.astype(np.uint64))
     return (mixed >> np.uint64(2)).astype(np.int64)
 
 
-_POWERS = np.empty(0, np.uint64)
-
-
-def _powers(count):
-    global _POWERS
-    if len(_POWERS) < count:
-        with np.errstate(over="ignore"):
-            _POWERS = np.cumprod(np.full(max(4096, count), 6364136223846793005, np.uint64))
-    return _POWERS[:count]
+_POWERS = np.cumprod(np.full(8192, 6364136223846793005, np.uint64))
 
 
 def next_token(values):
-    """Token that follows the positions with these values."""
-    with np.errstate(over="ignore"):
-        total = (values.astype(np.uint64) * _powers(len(values))).sum(dtype=np.uint64)
-    return int(_scramble(total) % np.uint64(VOCAB))
+    """Token that follows the positions with these values; at most 8,192 of them."""
+    total = (values.astype(np.uint64) * _POWERS[: len(values)]).sum(dtype=np.uint64, keepdims=True)
+    return int(_scramble(total)[0] % np.uint64(VOCAB))
 
 
 def expected_tokens(prompt, images, count, history_size=3):

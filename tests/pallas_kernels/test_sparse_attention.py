@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.sparse_attention import sparse_attention, xla
+from pallas_kernels.backend import KernelUnsupportedError
+from pallas_kernels.sparse_attention import sparse_attention, triton, xla
 from tests.pallas_kernels.attention_oracle import AttentionCase, attention_case, attention_oracle, relative_error
 
 FORMATS = [("bf16", "bf16"), ("float", "float"), ("fp4", "fp8"), ("bf16", "fp8")]
@@ -114,3 +117,65 @@ def test_an_unknown_format_is_named():
     case.options["main_format"] = "fp8"
     with pytest.raises(ValueError, match="'fp8'"):
         attend(case)
+
+
+TRITON_CONFIGS = [
+    triton.Config(keys=16, heads=16, parts=1, splits=1, num_warps=4, num_stages=1),
+    triton.Config(keys=16, heads=32, parts=2, splits=3, num_warps=4, num_stages=1),
+]
+
+
+def attend_on_gpu(case, config=None):
+    run = functools.partial(triton.sparse_attention, **case.options, config=config, interpret=True)
+    return jax.jit(run)(*case.arrays)
+
+
+@pytest.mark.parametrize("config", TRITON_CONFIGS)
+@pytest.mark.parametrize("formats", FORMATS[1:])
+def test_gpu_kernel_equals_float64_whatever_unused_memory_holds(config, formats):
+    main_format, window_format = formats
+    case = attention_case(
+        11, rows=5, heads=20, selected=40, page_rows=16, columns=4, window=24, ring=30, padding=2,
+        main_format=main_format, window_format=window_format, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    found = attend_on_gpu(case, config)
+    assert relative_error(found, attention_oracle(case)) < LIMIT[jnp.bfloat16]
+    assert not np.asarray(found, np.float32)[5:].any()
+
+
+def test_gpu_kernel_reads_packed_rows_as_their_bfloat16_values():
+    packed = attention_case(6, rows=4, main_format="fp4", window_format="fp8", dtype=jnp.bfloat16)
+    plain = attention_case(6, rows=4, main_format="bf16", window_format="bf16", dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(attend_on_gpu(packed, TRITON_CONFIGS[0]), attend_on_gpu(plain, TRITON_CONFIGS[0]))
+
+
+@pytest.mark.parametrize("options", [{"selected": 0}, {"fresh_rows": False}, {"sink_spread": 300.0}])
+def test_gpu_kernel_with_missing_lists_and_large_sinks(options):
+    case = attention_case(12, rows=3, dtype=jnp.bfloat16, **options)
+    assert relative_error(attend_on_gpu(case, TRITON_CONFIGS[1]), attention_oracle(case)) < LIMIT[jnp.bfloat16]
+
+
+@settings(max_examples=6)
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 20), st.integers(0, 20), st.integers(1, 20), st.integers(0, 9)
+)
+def test_gpu_kernel_of_any_shape(rows, requests, heads, selected, window, seed):
+    case = attention_case(
+        seed, rows=rows, requests=requests, heads=heads, selected=selected, window=window, ring=window + 2,
+        columns=6, main_format="fp4", window_format="fp8", dtype=jnp.bfloat16, padding=1,
+    )  # fmt: skip
+    assert relative_error(attend_on_gpu(case, TRITON_CONFIGS[1]), attention_oracle(case)) < LIMIT[jnp.bfloat16]
+
+
+def test_the_public_call_takes_the_kernel_when_asked_and_names_what_it_cannot_do():
+    case = attention_case(13, rows=2, dtype=jnp.bfloat16)
+    assert relative_error(attend(case, implementation="pallas"), attention_oracle(case)) < LIMIT[jnp.bfloat16]
+    with pytest.raises(KernelUnsupportedError, match="float32"):
+        attend(attention_case(13, rows=2), implementation="pallas")
+
+
+@pytest.mark.parametrize("generation", ["cuda", "rocm"])
+@pytest.mark.parametrize(("rows", "splits"), [(1, 10), (64, 2), (4096, 1)])
+def test_few_query_rows_are_cut_among_programs(generation, rows, splits):
+    config = triton.config_for(rows, 64, 512, 640, generation)
+    assert config.splits == (splits if generation == "cuda" else {1: 20, 64: 2, 4096: 1}[rows])
