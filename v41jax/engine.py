@@ -83,6 +83,8 @@ class Delta:
       finish_reason: None while the request runs.
       cached_tokens: prefix tokens reused.
       scores: one for each of `tokens` when the request asks for log-probabilities, else empty.
+      prompt_scores: one for each token of the prompt, None for the first, with the request's first token when it asks
+        for them; else empty.
     """
 
     tokens: tuple[int, ...]
@@ -90,6 +92,7 @@ class Delta:
     finish_reason: str | None
     cached_tokens: int
     scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,9 @@ class _Live:
         self.text: list[str] = []
         self.stopped = False
         self.cached_tokens = 0
+        self.prompt_scores: list[TokenScore | None] = []
+        if prompt.sampling.prompt_logprobs:
+            self.prompt_scores = [None] * len(prompt.tokens)
         self.deadline = None if prompt.timeout_s is None else submitted + prompt.timeout_s
 
     def expire(self) -> Delta:
@@ -142,11 +148,15 @@ class _Live:
             return None
         self.cached_tokens = output.cached_tokens
         tokens, reason, text = output.new_tokens, output.finish_reason, ""
+        prompt_scores: tuple[TokenScore | None, ...] = ()
+        if tokens and self.first is None:
+            prompt_scores = tuple(self.prompt_scores)
         if tokens and self.first is None:
             self.first = now
         if self.detokenizer is not None:
             before = self.detokenizer.tokens
-            text = self.detokenizer.feed(tokens)
+            ends_by_id = reason is not None and reason.startswith("stop_") and reason != "stop_sequence"
+            text = self.detokenizer.feed(tokens[:-1] if ends_by_id else tokens)
             if reason is not None:
                 text += self.detokenizer.finish()
             if self.detokenizer.stop is not None:
@@ -155,7 +165,7 @@ class _Live:
         self.tokens.extend(tokens)
         self.text.append(text)
         scores = () if score is None else (score,) * len(tokens)
-        return Delta(tokens, text, reason, output.cached_tokens, scores)
+        return Delta(tokens, text, reason, output.cached_tokens, scores, prompt_scores)
 
     def generation(self, delta: Delta, now: float) -> Generation:
         """The whole of a finished request."""
@@ -256,6 +266,7 @@ class Engine:
                 num_slots=budget.num_slots,
                 num_images=budget.num_images,
                 eager=config.enforce_eager,
+                scores_prompts=config.prompt_logprobs,
             )
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
             if warm_up:
@@ -349,6 +360,8 @@ class Engine:
             raise QueueFullError(f"{waiting} requests are waiting, at most {self.max_waiting} may: try again later")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(_SEED_BITS))
+        if sampling.prompt_logprobs and not self.config.prompt_logprobs:
+            raise ValueError("log-probabilities of a prompt need an engine with the option prompt_logprobs")
         if prompt.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: this checkpoint has no tokenizer.json, use stop ids")
         detokenizer = None
@@ -367,6 +380,11 @@ class Engine:
         """One step: (request, what it got, the whole of it when it ended)."""
         outputs = self.core.step()
         now = time.perf_counter()
+        for scored in self.core.prompt_scores:
+            if scored.request_id in self._live:
+                known = self._live[scored.request_id].prompt_scores
+                end = min(scored.start + len(scored.scores), len(known))
+                known[scored.start : end] = scored.scores[: max(end - scored.start, 0)]
         deltas = []
         for output in outputs:
             live = self._live.get(output.request_id)

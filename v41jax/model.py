@@ -118,12 +118,14 @@ class ForwardOutput(NamedTuple):
         what the scheduler believes and must be rebuilt.
       record: a `Record` when asked for.
       taps: `Taps` when the pools hold draft windows.
+      flow: what the last layer hands on, for all rows that ran it; when asked for.
     """
 
     logits: Array
     cursor_mismatch: Array
     record: Record | None
     taps: Taps | None = None
+    flow: Flow | None = None
 
 
 class Step(NamedTuple):
@@ -166,6 +168,7 @@ def forward(
     image_embeddings: tuple[Array, Array] | None = None,
     record: bool = False,
     advance: bool = True,
+    keep_flow: bool = False,
 ) -> tuple[Pools, ForwardOutput]:
     """One forward over any mixture of requests.
 
@@ -179,6 +182,7 @@ def forward(
       image_embeddings: ([N, D] embeddings, [N] bool where they replace the token's own).
       record: static; return intermediates.
       advance: static; False leaves the cursors where they are, for a verification that commits a prefix of the rows.
+      keep_flow: static; return what the last layer hands on.
 
     Returns:
       The pools after the step, cursors advanced, and the outputs.
@@ -196,7 +200,9 @@ def forward(
     if advance:
         pools = advance_cursors(pools, batch)
     taps = None if means is None else Taps(jnp.concatenate(means, axis=1), step.rows)
-    return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow), taps)
+    return pools, ForwardOutput(
+        logits, mismatch, None if recorded is None else _collect(recorded, flow), taps, flow if keep_flow else None
+    )
 
 
 def prepare_step(

@@ -1,4 +1,4 @@
-"""Runs the choices of a request: one engine stream each, the first of a prompt ahead so that the others share its pages."""
+"""Runs the choices of a request: a stream each, the first of a prompt ahead so that the others share its pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ def seed_of_choice(seed: int | None, choice: int) -> int | None:
 
 
 def make_prompt(
-    service: Service, tokens: Sequence[int], params: SamplingParams, choice: int, *, skip_special: bool
+    service: Service,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    choice: int,
+    *,
+    skip_special: bool,
+    prompt_logprobs: bool = False,
 ) -> Prompt:
     """One choice for the engine.
 
@@ -61,6 +67,7 @@ def make_prompt(
         frequency_penalty=params.frequency_penalty,
         logit_bias=tuple(params.logit_bias.items()),
         logprobs=params.logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     return Prompt(
         tuple(tokens),
@@ -76,9 +83,7 @@ def hit_limit(reason: str) -> bool:
     return reason == "max_tokens"
 
 
-async def run_choices(
-    service: Service, groups: Sequence[Sequence[Prompt]]
-) -> AsyncGenerator[tuple[int, Delta], None]:
+async def run_choices(service: Service, groups: Sequence[Sequence[Prompt]]) -> AsyncGenerator[tuple[int, Delta], None]:
     """What the engine gives the choices of a request, as it comes; closing the generator aborts all of them.
 
     Args:
@@ -181,5 +186,3 @@ def _as_answer(error: Exception) -> Exception:
     if isinstance(error, StepFailedError):
         return ApiError(500, "the engine failed while it answered", code="engine_failed")
     return error
-
-

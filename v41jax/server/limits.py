@@ -13,7 +13,9 @@ OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json"})
 """Answered without a key: the page, probes, scrapes and the API's description."""
 
 Message = MutableMapping[str, Any]
-Application = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+Application = Callable[
+    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

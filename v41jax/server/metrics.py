@@ -71,12 +71,16 @@ class Metrics:
         registry = self._registry = CollectorRegistry()
         registry.register(_EngineTotals(statistics))
         self.first_token = Histogram(
-            f"{PREFIX}_time_to_first_token_seconds", "From arrival to the first token.", buckets=_FIRST_TOKEN,
+            f"{PREFIX}_time_to_first_token_seconds",
+            "From arrival to the first token.",
+            buckets=_FIRST_TOKEN,
             registry=registry,
         )
         self.each_token = Histogram(
-            f"{PREFIX}_time_per_output_token_seconds", "Mean time between the tokens of a choice after its first.",
-            buckets=_EACH_TOKEN, registry=registry,
+            f"{PREFIX}_time_per_output_token_seconds",
+            "Mean time between the tokens of a choice after its first.",
+            buckets=_EACH_TOKEN,
+            registry=registry,
         )
         self.whole = Histogram(
             f"{PREFIX}_request_seconds", "From arrival to the end of a choice.", buckets=_WHOLE, registry=registry

@@ -72,7 +72,10 @@ class Service:
             raise ApiError(503, "the engine failed and must be restarted", code="engine_failed")
         if self.draining:
             raise ApiError(
-                503, "the server is stopping: send the request to another", code="draining", headers={"Retry-After": "5"}
+                503,
+                "the server is stopping: send the request to another",
+                code="draining",
+                headers={"Retry-After": "5"},
             )
 
     def check_model(self, body: dict[str, Any]) -> None:
