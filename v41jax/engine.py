@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from scheduler.sequence import RequestId, RequestOutput, SamplingParams
 from scheduler.sequence import Sequence as RequestSequence
 from v41jax.config import ModelConfig
 from v41jax.detokenizer import Detokenizer
-from v41jax.engine_core import EngineCore
+from v41jax.engine_core import EngineCore, TokenScore
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_lookup import EngramLookup
+from v41jax.logit_edits import TokenConstraint
 from v41jax.memory_budget import PoolBudget, plan_pools
 from v41jax.model import ModelSetup
 from v41jax.parameters import WeightForm, load_parameters
@@ -44,6 +46,10 @@ from v41jax.tokenizer import Tokenizer
 _SEED_BITS = 32
 
 
+class QueueFullError(RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """One request.
@@ -53,12 +59,18 @@ class Prompt:
       sampling: how tokens are drawn and when the request stops.
       stop: texts that end the generation and are not part of it; they need a tokenizer.
       arrival_step: `generate` submits it before this step of its run.
+      skip_special: leave control tokens other than the reply's own markup out of the text.
+      timeout_s: seconds after submission at which the request ends with reason `timeout`; None never does.
+      constraint: which tokens may follow which; of this request alone.
     """
 
     tokens: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     arrival_step: int = 0
+    skip_special: bool = True
+    timeout_s: float | None = None
+    constraint: TokenConstraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +82,17 @@ class Delta:
       text: text that is certain by now; empty without a tokenizer.
       finish_reason: None while the request runs.
       cached_tokens: prefix tokens reused.
+      scores: one for each of `tokens` when the request asks for log-probabilities, else empty.
+      prompt_scores: one for each token of the prompt, None for the first, with the request's first token when it asks
+        for them; else empty.
     """
 
     tokens: tuple[int, ...]
     text: str
     finish_reason: str | None
     cached_tokens: int
+    scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +102,7 @@ class Generation:
     Attributes:
       tokens: generated ids, the stop token included.
       text: their text, without control tokens and stop strings; empty without a tokenizer.
-      finish_reason: `eos`, `stop_<id>`, `stop_sequence`, `max_tokens`, `aborted`, `unschedulable: ...`.
+      finish_reason: `eos`, `stop_<id>`, `stop_sequence`, `max_tokens`, `timeout`, `aborted`, `unschedulable: ...`.
       prompt_tokens: length of the prompt.
       cached_tokens: prefix tokens reused.
       time_to_first_token_s: from submission; 0 when no token was generated.
@@ -112,17 +129,34 @@ class _Live:
         self.tokens: list[int] = []
         self.text: list[str] = []
         self.stopped = False
+        self.cached_tokens = 0
+        self.prompt_scores: list[TokenScore | None] = []
+        if prompt.sampling.prompt_logprobs:
+            self.prompt_scores = [None] * len(prompt.tokens)
+        self.deadline = None if prompt.timeout_s is None else submitted + prompt.timeout_s
 
-    def take(self, output: RequestOutput, now: float) -> Delta | None:
+    def expire(self) -> Delta:
+        """Ends the request because its time is over."""
+        self.stopped = True
+        text = "" if self.detokenizer is None else self.detokenizer.finish()
+        self.text.append(text)
+        return Delta((), text, "timeout", self.cached_tokens)
+
+    def take(self, output: RequestOutput, score: TokenScore | None, now: float) -> Delta | None:
         """The part of an output that belongs to the request; None after a stop string ended it."""
         if self.stopped:
             return None
+        self.cached_tokens = output.cached_tokens
         tokens, reason, text = output.new_tokens, output.finish_reason, ""
+        prompt_scores: tuple[TokenScore | None, ...] = ()
+        if tokens and self.first is None:
+            prompt_scores = tuple(self.prompt_scores)
         if tokens and self.first is None:
             self.first = now
         if self.detokenizer is not None:
             before = self.detokenizer.tokens
-            text = self.detokenizer.feed(tokens)
+            ends_by_id = reason is not None and reason.startswith("stop_") and reason != "stop_sequence"
+            text = self.detokenizer.feed(tokens[:-1] if ends_by_id else tokens)
             if reason is not None:
                 text += self.detokenizer.finish()
             if self.detokenizer.stop is not None:
@@ -130,7 +164,8 @@ class _Live:
                 reason, self.stopped = "stop_sequence", True
         self.tokens.extend(tokens)
         self.text.append(text)
-        return Delta(tokens, text, reason, output.cached_tokens)
+        scores = () if score is None else (score,) * len(tokens)
+        return Delta(tokens, text, reason, output.cached_tokens, scores, prompt_scores)
 
     def generation(self, delta: Delta, now: float) -> Generation:
         """The whole of a finished request."""
@@ -153,6 +188,7 @@ class Engine:
       core: scheduler, runner and buckets.
       tokenizer: of the checkpoint; None when it has none.
       budget: how the pools were sized.
+      max_waiting: requests that may wait; more are refused. None is no limit.
     """
 
     def __init__(
@@ -167,6 +203,7 @@ class Engine:
         self.core = core
         self.tokenizer = tokenizer
         self.budget = budget
+        self.max_waiting: int | None = None
         self._resources = tuple(resources)
         self._live: dict[RequestId, _Live] = {}
         self._names = 0
@@ -229,6 +266,7 @@ class Engine:
                 num_slots=budget.num_slots,
                 num_images=budget.num_images,
                 eager=config.enforce_eager,
+                scores_prompts=config.prompt_logprobs,
             )
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
             if warm_up:
@@ -314,19 +352,27 @@ class Engine:
 
         Raises:
           ValueError: stop strings without a tokenizer, or a malformed prompt.
+          QueueFullError: `max_waiting` requests wait already.
         """
         sampling = prompt.sampling
+        waiting = len(self.core.scheduler.waiting)
+        if self.max_waiting is not None and waiting >= self.max_waiting:
+            raise QueueFullError(f"{waiting} requests are waiting, at most {self.max_waiting} may: try again later")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(_SEED_BITS))
+        if sampling.prompt_logprobs and not self.config.prompt_logprobs:
+            raise ValueError("log-probabilities of a prompt need an engine with the option prompt_logprobs")
         if prompt.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: this checkpoint has no tokenizer.json, use stop ids")
         detokenizer = None
         if self.tokenizer is not None:
-            detokenizer = self.tokenizer.detokenizer(skip_special=True, stop=prompt.stop)
+            detokenizer = self.tokenizer.detokenizer(skip_special=prompt.skip_special, stop=prompt.stop)
         request_id = self._names
         self._names += 1
         sequence = RequestSequence(request_id, np.asarray(prompt.tokens, np.int32), sampling)
         self._live[request_id] = _Live(prompt, detokenizer, time.perf_counter())
+        if prompt.constraint is not None:
+            self.core.edits.constraints[request_id] = prompt.constraint
         self.core.scheduler.add(sequence)
         return request_id
 
@@ -334,20 +380,38 @@ class Engine:
         """One step: (request, what it got, the whole of it when it ended)."""
         outputs = self.core.step()
         now = time.perf_counter()
+        for scored in self.core.prompt_scores:
+            if scored.request_id in self._live:
+                known = self._live[scored.request_id].prompt_scores
+                end = min(scored.start + len(scored.scores), len(known))
+                known[scored.start : end] = scored.scores[: max(end - scored.start, 0)]
         deltas = []
         for output in outputs:
             live = self._live.get(output.request_id)
-            delta = None if live is None else live.take(output, now)
-            if live is None or delta is None:
+            if live is None:
+                continue
+            delta = live.take(output, self.core.scores.get(output.request_id), now)
+            if delta is None:
                 continue
             finished = None
             if delta.finish_reason is not None:
                 finished = live.generation(delta, now)
-                del self._live[output.request_id]
+                self._forget(output.request_id)
                 if not output.finished:
                     self.core.scheduler.abort(output.request_id)
             deltas.append((output.request_id, delta, finished))
+        for request_id, live in list(self._live.items()):
+            if live.deadline is not None and now >= live.deadline:
+                delta = live.expire()
+                deltas.append((request_id, delta, live.generation(delta, now)))
+                self._forget(request_id)
+                self.core.scheduler.abort(request_id)
         return deltas
+
+    def _forget(self, request_id: RequestId) -> None:
+        """Drops what is kept for a live request."""
+        del self._live[request_id]
+        self.core.edits.constraints.pop(request_id, None)
 
     # Streams -------------------------------------------------------------------------------------------------
 
@@ -356,15 +420,19 @@ class Engine:
 
         Raises:
           ValueError: the request is malformed.
+          QueueFullError: `max_waiting` requests wait already.
           StepFailedError: the engine failed.
         """
         if self._thread is None:
             self._thread = EngineThread(self)
         queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        request_id = await asyncio.wrap_future(
-            self._thread.submit(prompt, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
-        )
+        accepted = self._thread.submit(prompt, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
+        try:
+            request_id = await asyncio.wrap_future(accepted)
+        except asyncio.CancelledError:
+            accepted.add_done_callback(self._abort_accepted)
+            raise
         finished = False
         try:
             while not finished:
@@ -378,12 +446,22 @@ class Engine:
             if not finished:
                 self.abort(request_id)
 
+    def _abort_accepted(self, accepted: Future[RequestId]) -> None:
+        """Cancels a request that was accepted after its listener had gone."""
+        if not accepted.cancelled() and accepted.exception() is None:
+            self.abort(accepted.result())
+
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; unknown and finished ids are ignored."""
         if self._thread is not None:
             self._thread.abort(request_id)
         else:
             self.core.scheduler.abort(request_id)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the streams for good; None while they work."""
+        return None if self._thread is None else self._thread.failure
 
     # Reports -------------------------------------------------------------------------------------------------
 
@@ -399,6 +477,7 @@ class Engine:
         return {
             **scheduler.pop("counters"),
             **scheduler,
+            "live": len(self._live),
             "recompiles_after_warm_up": self.core.runner.recompiles,
             "steps_timed": len(times),
             **host,

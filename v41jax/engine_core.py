@@ -63,11 +63,26 @@ class TokenScore(NamedTuple):
     alternatives: tuple[tuple[int, float], ...]
 
 
+class PromptScores(NamedTuple):
+    """Log-probabilities at consecutive tokens of a prompt.
+
+    Attributes:
+      request_id: of the request.
+      start: position of the first token.
+      scores: one for each token, with as many alternatives as for generated tokens.
+    """
+
+    request_id: RequestId
+    start: int
+    scores: list[TokenScore]
+
+
 @dataclasses.dataclass
 class _InFlight:
     batch: ScheduledBatch
     output: StepOutput
     scored: bool
+    prompt_scored: bool
     result: StepResult | None = None
 
 
@@ -92,6 +107,7 @@ class EngineCore:
       step_times: host times of recent steps, oldest first.
       edits: biases, penalties and constraints.
       scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
+      prompt_scores: of the prompt tokens that the step before the latest computed; tokens computed again come again.
     """
 
     def __init__(
@@ -102,6 +118,7 @@ class EngineCore:
         self.buckets = buckets
         self.step_times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
         self.scores: dict[RequestId, TokenScore] = {}
+        self.prompt_scores: list[PromptScores] = []
         self.edits = EditPlanner(
             runner.num_slots, runner.setup.config.text.vocab_size, empty_edits, runner.load_adjustments
         )
@@ -128,7 +145,7 @@ class EngineCore:
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
-        self.scores = {}
+        self.scores, self.prompt_scores = {}, []
         batch = self.scheduler.schedule()
         previous = self._in_flight
         if batch is None:
@@ -153,14 +170,17 @@ class EngineCore:
         engram_rows = self._engram_rows(arrays)
         looked_up = time.perf_counter()
         scored = any(batch.sampling[index].logprobs is not None for index in batch.output_requests.tolist())
+        targets = self.runner.no_targets(shape)
+        prompt_scored = targets is not None and self._set_targets(batch, targets)
         sampling = self.runner.step_sampling(
             sampling_inputs(_sampling_rows(batch), shape.outputs),
             self.edits.plan(batch, shape.outputs, self.scheduler.sequence),
             scored=scored,
+            targets=targets,
         )
         output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops)
         dispatched = time.perf_counter()
-        self._in_flight = _InFlight(batch, output, scored)
+        self._in_flight = _InFlight(batch, output, scored, prompt_scored)
         self.step_times.append(
             StepTimes(
                 phase=batch.phase,
@@ -180,7 +200,36 @@ class EngineCore:
         outputs = self.scheduler.postprocess(step.batch, self._read(step))
         if step.scored:
             self.scores = _scores(step, outputs)
+        if step.prompt_scored:
+            self.prompt_scores = self._prompt_scores(step)
         return [*outputs, *self.scheduler.take_outputs()]
+
+    def _set_targets(self, batch: ScheduledBatch, targets: NDArray[np.int32]) -> bool:
+        """Fills in the tokens that follow the rows of scored prompts; False when there are none."""
+        found, row = False, 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            sequence = self.scheduler.sequence(batch.request_ids[index])
+            if sequence is not None and batch.sampling[index].prompt_logprobs:
+                start = int(batch.starts[index])
+                following = sequence.tokens(start + 1, min(start + 1 + length, sequence.num_prompt_tokens))
+                targets[row : row + len(following)] = following
+                found = found or len(following) > 0
+            row += length
+        return found
+
+    def _prompt_scores(self, step: _InFlight) -> list[PromptScores]:
+        assert step.output.prompt_scores is not None
+        chosen, top, top_ids = (np.asarray(part) for part in step.output.prompt_scores)
+        batch, result, row = step.batch, [], 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            rows = slice(row, row + length)
+            row += length
+            if batch.sampling[index].prompt_logprobs:
+                count = batch.sampling[index].logprobs or 0
+                parts = zip(chosen[rows].tolist(), top_ids[rows, :count].tolist(), top[rows, :count].tolist())
+                scores = [TokenScore(logprob, tuple(zip(ids, values))) for logprob, ids, values in parts]
+                result.append(PromptScores(batch.request_ids[index], int(batch.starts[index]) + 1, scores))
+        return result
 
     def _compress(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.zeros_like(token_ids) if self._lookup is None else self._lookup.hasher.compress(token_ids)

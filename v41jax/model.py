@@ -77,12 +77,14 @@ class ForwardOutput(NamedTuple):
         what the scheduler believes and must be rebuilt.
       record: a `Record` when asked for.
       taps: `Taps` when the pools hold draft windows and the decoder ran.
+      flow: what the last layer hands on, for all rows of the batch; when asked for.
     """
 
     logits: Array
     cursor_mismatch: Array
     record: Record | None
     taps: Taps | None = None
+    flow: Flow | None = None
 
 
 class Step(NamedTuple):
@@ -127,6 +129,7 @@ def forward(
     image_embeddings: tuple[Array, Array] | None = None,
     record: bool = False,
     advance: bool = True,
+    keep_flow: bool = False,
 ) -> tuple[Pools, ForwardOutput]:
     """One forward over any mixture of requests.
 
@@ -140,6 +143,7 @@ def forward(
       image_embeddings: ([N, D] embeddings, [N] bool where they replace the token's own).
       record: static; return intermediates.
       advance: static; False leaves the cursors where they are, for a verification that commits a prefix of the rows.
+      keep_flow: static; return what the last layer hands on (not under decoder replay, which runs it on few rows).
 
     Returns:
       The pools after the step, cursors advanced, and the outputs.
@@ -151,8 +155,10 @@ def forward(
     recorded: list[Recorded] | None = [] if record else None
     means: list[Array] | None = [] if setup.geometry.speculative_tokens else None
     ran: Rows | None = step.rows
+    kept = None
     if batch.tail is None:
         flow, pools = run_layers(params, flow, pools, step, range(config.text.num_hidden_layers), recorded, means)
+        kept = flow if keep_flow else None
         flow = take_rows(flow, batch.output_rows)
     else:
         flow, pools = run_layers(params, flow, pools, step, range(decoder_start(config)), recorded, means)
@@ -161,7 +167,7 @@ def forward(
     if advance:
         pools = advance_cursors(pools, batch)
     taps = None if means is None or ran is None else Taps(jnp.concatenate(means, axis=1), ran)
-    return pools, ForwardOutput(logits, mismatch, None if recorded is None else collect(recorded), taps)
+    return pools, ForwardOutput(logits, mismatch, None if recorded is None else collect(recorded), taps, kept)
 
 
 def run_tail(

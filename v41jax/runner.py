@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,9 @@ from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
-from v41jax.model import ModelSetup, forward
+from v41jax.bounded_replay import take_rows
+from v41jax.flow import Flow
+from v41jax.model import ModelSetup, forward, head
 from v41jax.parameters import Parameters
 from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
 from v41jax.state_copies import Images, StateCopies, allocate_images
@@ -33,6 +36,10 @@ Pools = pool_arrays.Pools
 _log = logging.getLogger(__name__)
 
 
+SCORED_ROWS = 128
+"""Prompt rows whose logits exist at once."""
+
+
 class StepOutput(NamedTuple):
     """What a step leaves on the device besides the pools.
 
@@ -41,12 +48,14 @@ class StepOutput(NamedTuple):
       logits: [F, V] float32, the model's own.
       cursor_mismatch: [R] bool, a continuing request whose slot did not stand where the forward started.
       scores: `TokenScores` of `tokens`, all zero unless the step was asked for them.
+      prompt_scores: `TokenScores` of the step's targets, [N]; zero for rows without one. None without targets.
     """
 
     tokens: Array
     logits: Array
     cursor_mismatch: Array
     scores: TokenScores
+    prompt_scores: TokenScores | None
 
 
 class StepSampling(NamedTuple):
@@ -56,11 +65,14 @@ class StepSampling(NamedTuple):
       inputs: per output row.
       edits: per output row.
       scored: scalar bool, log-probabilities are wanted.
+      targets: [N] int32, the token that follows a row of a prompt whose log-probability is wanted; the vocabulary size
+        or more wants none. None when the engine never scores prompts, or in a decode step.
     """
 
     inputs: SamplingInputs
     edits: LogitEdits
     scored: Array
+    targets: Array | None = None
 
 
 class StateMismatchError(RuntimeError):
@@ -108,18 +120,58 @@ def serve_step(
       phase: static, "prefill" or "decode".
     """
     pools, output = forward(
-        params, pools, batch, engram_rows, setup=setup, phase=phase, image_embeddings=image_embeddings
+        params,
+        pools,
+        batch,
+        engram_rows,
+        setup=setup,
+        phase=phase,
+        image_embeddings=image_embeddings,
+        keep_flow=sampling.targets is not None,
     )
     adjustments, logits = edit_logits(output.logits, adjustments, sampling.edits)
     tokens = sample(logits.at[:, setup.config.image_token_id].set(-jnp.inf), sampling.inputs)
     scores = token_scores(output.logits, tokens, sampling.scored)
+    prompt_scores = None
+    if sampling.targets is not None:
+        prompt_scores = score_rows(params, output.flow, sampling.targets, setup)
     rows = batch.positions.shape[0]
     slots = pools.last_token.shape[0]
     real = batch.output_rows < rows
     request = batch.batch_ids[jnp.minimum(batch.output_rows, rows - 1)]
     target = jnp.where(real, batch.slots[jnp.maximum(request, 0)], slots)
     pools = pools.replace(last_token=pools.last_token.at[target].set(tokens, mode="drop"))
-    return pools, adjustments, StepOutput(tokens, output.logits, output.cursor_mismatch, scores)
+    return pools, adjustments, StepOutput(tokens, output.logits, output.cursor_mismatch, scores, prompt_scores)
+
+
+def score_rows(params: Parameters, flow: Flow, targets: Array, setup: ModelSetup) -> TokenScores:
+    """Log-probabilities at rows of a forward, a block at a time: all logits of a long prompt would not fit.
+
+    Args:
+      params: weights.
+      flow: of the last layer, N rows.
+      targets: [N] int32; see `StepSampling`.
+      setup: static.
+
+    Returns:
+      [N] scores; of a block without a target all zero.
+    """
+    count, vocabulary = targets.shape[0], setup.config.text.vocab_size
+    size = math.gcd(count, SCORED_ROWS)
+    rows = jnp.arange(count, dtype=jnp.int32).reshape(-1, size)
+
+    def block(part: tuple[Array, Array]) -> TokenScores:
+        indices, wanted = part
+        present = jnp.any(wanted < vocabulary)
+        logits = jax.lax.cond(
+            present,
+            lambda: head(params, take_rows(flow, indices), setup.config),
+            lambda: jnp.zeros((size, vocabulary), jnp.float32),
+        )
+        return token_scores(logits, jnp.minimum(wanted, vocabulary - 1), present)
+
+    scores = jax.lax.map(block, (rows, targets.reshape(-1, size)))
+    return jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), scores)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -136,6 +188,7 @@ class ModelRunner:
       num_pages: PAGE units of the pools.
       num_slots: state slots.
       recompiles: programs compiled after `warm_up` declared the set complete.
+      scores_prompts: prefill programs can report log-probabilities of prompt tokens.
     """
 
     def __init__(
@@ -147,6 +200,7 @@ class ModelRunner:
         num_slots: int,
         num_images: int = 0,
         eager: bool = False,
+        scores_prompts: bool = False,
     ):
         """Allocates the pools.
 
@@ -157,12 +211,14 @@ class ModelRunner:
           num_slots: state slots.
           num_images: checkpoint images that can be held at once (copy transfer).
           eager: run steps op by op, the correctness baseline; nothing is compiled ahead.
+          scores_prompts: prefill programs can report log-probabilities of prompt tokens.
         """
         self.params = params
         self.setup = setup
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.recompiles = 0
+        self.scores_prompts = scores_prompts
         self._eager = eager
         self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
         self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
@@ -216,7 +272,7 @@ class ModelRunner:
             _abstract(self._adjustments),
             _abstract(empty_step(shape, setup.geometry)),
             engram_shapes(setup.config, shape.rows),
-            _abstract(self.step_sampling(sampling_inputs([], shape.outputs))),
+            _abstract(self.step_sampling(sampling_inputs([], shape.outputs), targets=self.no_targets(shape))),
         ]
         if images:
             arguments.append(image_shapes(setup.config, shape.rows))
@@ -278,11 +334,22 @@ class ModelRunner:
         self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
 
     def step_sampling(
-        self, inputs: SamplingInputs, edits: LogitEdits | None = None, *, scored: bool = False
+        self,
+        inputs: SamplingInputs,
+        edits: LogitEdits | None = None,
+        *,
+        scored: bool = False,
+        targets: np.ndarray | None = None,
     ) -> StepSampling:
         """Sampling of a step; without edits the arrays that change nothing, which are already on the device."""
         outputs = len(inputs.seeds)
-        return StepSampling(inputs, self._no_edits(outputs) if edits is None else edits, np.bool_(scored))
+        return StepSampling(inputs, self._no_edits(outputs) if edits is None else edits, np.bool_(scored), targets)
+
+    def no_targets(self, shape: StepShape) -> np.ndarray | None:
+        """Targets of a step in which no prompt is scored, to be filled in; None where the program has none."""
+        if not self.scores_prompts or shape.phase.value != "prefill":
+            return None
+        return np.full(shape.rows, self.setup.config.text.vocab_size, np.int32)
 
     def _no_edits(self, outputs: int) -> LogitEdits:
         if outputs not in self._empty_edits:
