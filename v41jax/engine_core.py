@@ -21,6 +21,7 @@ from scheduler.buckets import Buckets
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, RequestOutput
+from v41jax.engine_images import EngineImages
 from v41jax.engram_lookup import EngramLookup
 from v41jax.logit_edits import EditPlanner
 from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, empty_edits, sampling_inputs
@@ -39,6 +40,7 @@ class StepTimes:
       rows: scheduled rows.
       plan: scheduling and building arrays.
       lookup: hashing and gathering Engram rows.
+      vision: encoding images and collecting their rows.
       dispatch: handing the step to the device.
       wait: blocked on the previous step's tokens.
     """
@@ -47,6 +49,7 @@ class StepTimes:
     rows: int
     plan: float
     lookup: float
+    vision: float
     dispatch: float
     wait: float
 
@@ -92,10 +95,16 @@ class EngineCore:
       step_times: host times of recent steps, oldest first.
       edits: biases, penalties and constraints.
       scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
+      images: of the requests; None for an engine of text.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, buckets: Buckets, lookup: EngramLookup | None
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        buckets: Buckets,
+        lookup: EngramLookup | None,
+        images: EngineImages | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -105,6 +114,7 @@ class EngineCore:
         self.edits = EditPlanner(
             runner.num_slots, runner.setup.config.text.vocab_size, empty_edits, runner.load_adjustments
         )
+        self.images = images
         self._lookup = lookup
         self._in_flight: _InFlight | None = None
 
@@ -120,11 +130,15 @@ class EngineCore:
           StepFailedError: whatever made the step fail is its cause; this engine cannot be used again.
         """
         try:
-            return self._step()
+            outputs = self._step()
         except Exception as error:
             self._in_flight = None
             reason = f"{type(error).__name__}: {error}"
-            raise StepFailedError(reason, self.scheduler.fail_all(reason)) from error
+            outputs = self.scheduler.fail_all(reason)
+            self._release_images(outputs)
+            raise StepFailedError(reason, outputs) from error
+        self._release_images(outputs)
+        return outputs
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
@@ -158,7 +172,9 @@ class EngineCore:
             self.edits.plan(batch, shape.outputs, self.scheduler.sequence),
             scored=scored,
         )
-        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops)
+        image_rows = None if self.images is None else self.images.step_rows(batch, shape.rows)
+        encoded = time.perf_counter()
+        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops, image_rows)
         dispatched = time.perf_counter()
         self._in_flight = _InFlight(batch, output, scored)
         self.step_times.append(
@@ -167,7 +183,8 @@ class EngineCore:
                 rows=batch.num_rows,
                 plan=built - began - waited,
                 lookup=looked_up - built,
-                dispatch=dispatched - looked_up,
+                vision=encoded - looked_up,
+                dispatch=dispatched - encoded,
                 wait=waited,
             )
         )
@@ -181,6 +198,12 @@ class EngineCore:
         if step.scored:
             self.scores = _scores(step, outputs)
         return [*outputs, *self.scheduler.take_outputs()]
+
+    def _release_images(self, outputs: list[RequestOutput]) -> None:
+        if self.images is not None:
+            for output in outputs:
+                if output.finished:
+                    self.images.release(output.request_id)
 
     def _compress(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.zeros_like(token_ids) if self._lookup is None else self._lookup.hasher.compress(token_ids)
