@@ -142,6 +142,8 @@ class Scheduler(Lifecycle):
                 del self._sequences[sequence.request_id]
                 self._refuse(sequence, refusal)
                 continue
+            if not manager.may_fit(length):
+                break
             hit = manager.find_hit(sequence, length)
             if not manager.can_allocate(hit, length):
                 break

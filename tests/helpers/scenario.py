@@ -115,7 +115,7 @@ def draw(
     rng = random.Random(seed)
     if view is SMALL_VIEW:
         view = dataclasses.replace(view, window_size=rng.choice((8, 16, 32, 33)))
-    page = 64 if view.window_size > 33 or rng.random() < 0.1 else 32
+    page = 32 * (-(-max(view.window_size - 1, 1) // 32) + (rng.random() < 0.1))
     encoder, decoder = replays if replays is not None else (rng.random() < 0.5, rng.random() < 0.5)
     budget = page * rng.choice((2, 2, 3, 4, 6)) + rng.choice((0, 0, 1, 17))
     if not encoder and not decoder:

@@ -364,6 +364,18 @@ def test_a14_cancelling_everything_that_runs_is_delivered_without_a_step():
     assert not driver.scheduler.has_work
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_a14_cancelling_while_the_step_runs_drops_its_token(count):
+    driver = make_driver()
+    driver.add("a", prompt(30), greedy(count))
+    batch = driver.scheduler.schedule()
+    result = driver._execute(batch)
+    driver.scheduler.abort("a")
+    outputs = driver.scheduler.postprocess(batch, result)
+    assert [(output.new_tokens, output.finish_reason) for output in outputs] == [((), "aborted")]
+    assert not driver.scheduler.has_work
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a14_cancel_in_decode_leaves_the_survivor_alone(mode):
     driver = make_driver(mode=mode)
