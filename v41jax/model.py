@@ -126,7 +126,7 @@ def forward(
     *,
     setup: ModelSetup,
     phase: Phase,
-    image_embeddings: tuple[Array, Array] | None = None,
+    image_embeddings: Array | None = None,
     record: bool = False,
     advance: bool = True,
     keep_flow: bool = False,
@@ -140,7 +140,7 @@ def forward(
       engram_rows: table rows of every batch row.
       setup: static.
       phase: static. "decode" needs every request to continue (it never zeroes a slot) and at most `1 + S` rows each.
-      image_embeddings: ([N, D] embeddings, [N] bool where they replace the token's own).
+      image_embeddings: [N, D] float, read where `batch.image_rows`; None when no row of the batch lies in an image.
       record: static; return intermediates.
       advance: static; False leaves the cursors where they are, for a verification that commits a prefix of the rows.
       keep_flow: static; return what the last layer hands on (not under decoder replay, which runs it on few rows).
@@ -229,15 +229,14 @@ def embed(
     pools: Pools,
     batch: BatchStep,
     setup: ModelSetup,
-    image_embeddings: tuple[Array, Array] | None = None,
+    image_embeddings: Array | None = None,
 ) -> Flow:
     """Token or image embeddings copied to every stream, and the first pre-mix."""
     last = pools.last_token[batch.slots[jnp.maximum(batch.batch_ids, 0)]]
     ids = jnp.where(batch.token_ids == -1, last, batch.token_ids)
     x = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
     if image_embeddings is not None:
-        embeddings, mask = image_embeddings
-        x = jnp.where(mask[:, None], round_to(embeddings, x.dtype), x)
+        x = jnp.where(batch.image_rows[:, None], round_to(image_embeddings, x.dtype), x)
     count = setup.config.text.hc_mult
     streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], count, x.shape[1]))
     first = jnp.zeros((x.shape[0], count), jnp.float32).at[:, 0].set(1.0)
