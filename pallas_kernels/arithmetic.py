@@ -81,13 +81,13 @@ def round_to_e4m3(x: Array) -> Array:
     return float_from_bits(bits_from_float(rounded) | sign)
 
 
-def fake_q8_group(x: Array) -> Array:
-    """Fake Q8 of groups along the last axis: x [..., G, 32] any float dtype -> the same shape and dtype.
+def fake_q8_group(x: Array, axis: int = -1) -> Array:
+    """Fake Q8 where `axis`, of size 32, is a group: any float dtype -> the same shape and dtype.
 
     Source: model specification, "The three activation formats", row Q8.
     """
     value = x.astype(jnp.float32)
-    peak = jnp.maximum(jnp.max(jnp.abs(value), axis=-1, keepdims=True), Q8_FLOOR)
+    peak = jnp.maximum(jnp.max(jnp.abs(value), axis=axis, keepdims=True), Q8_FLOOR)
     scale = power_of_two_ceiling(peak * jnp.float32(RECIPROCAL_448))
     codes = round_to_e4m3(jnp.clip(value * (1.0 / scale), -448.0, 448.0))
     return (codes * scale).astype(x.dtype)

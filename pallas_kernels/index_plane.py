@@ -28,17 +28,16 @@ Array = jax.Array
 FORMATS = ("float", "fp8", "fp4")
 
 
-def plane_faults(query: Array, values: Array, scales: Array | None, index_format: str) -> list[str]:
+def plane_faults(width: int, values: Array, scales: Array | None, index_format: str) -> list[str]:
     """What is wrong with the plane's arrays for `index_format`; empty when all fits.
 
     Args:
-      query: [N, Hi, I].
+      width: I.
       values: float [pages, rows, I]; fp8 [pages, rows, I] uint8; fp4 [pages, rows, I / 2] uint8.
       scales: float None; fp8 [pages, rows] float32; fp4 [pages, rows, I / 32] uint8.
     """
     if index_format not in FORMATS:
         return [f"index_format {index_format!r} is none of {', '.join(FORMATS)}"]
-    width = query.shape[-1]
     faults = []
     row = width // 2 if index_format == "fp4" else width
     if values.ndim != 3 or values.shape[-1] != row:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scheduler.planning import ChunkPlan, replay_fields
 from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.sequence import Sequence
-from scheduler.states import StateMaintenanceOps
+from scheduler.states import ImageRestore, StateMaintenanceOps
 
 
 class PlannedPrefill(NamedTuple):
@@ -21,11 +21,13 @@ class PlannedPrefill(NamedTuple):
       sequence: the request.
       plan: its rows.
       rebuild: the slot is fresh and is rebuilt below the hit.
+      restore: image to put into the slot before the forward, when this is the first after an admission.
     """
 
     sequence: Sequence
     plan: ChunkPlan
     rebuild: bool
+    restore: ImageRestore | None
 
 
 def assemble_prefill(

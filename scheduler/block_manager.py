@@ -119,6 +119,11 @@ class BlockManager:
             tokens -= self.block
         return tokens
 
+    def may_fit(self, length: int) -> bool:
+        """Cheap bound before a prefix walk: False when `length` tokens cannot fit however much they share."""
+        used = self.pool.num_pages - self.pool.num_free - self.pool.num_raw
+        return self.geometry.pages_for(length) - used <= self.available_pages()
+
     def can_allocate(self, hit: PrefixHit, length: int) -> bool:
         """Whether `length` tokens with this hit fit now.
 
@@ -152,7 +157,7 @@ class BlockManager:
     def can_grow(self, sequence: Sequence, length: int) -> bool:
         """Whether pages for the first `length` tokens can be had now."""
         missing = self.geometry.pages_for(length) - len(sequence.block_table)
-        return missing <= 0 or missing <= self.available_pages()
+        return missing <= self.pool.num_free or missing <= self.available_pages()
 
     def grow(self, sequence: Sequence, length: int) -> None:
         """Appends pages until the first `length` tokens are covered; `can_grow` is a precondition."""

@@ -139,7 +139,7 @@ class CheckpointImages:
         )
 
     def unpin(self, restore: ImageRestore) -> None:
-        """Releases the pin of a restore that completed or was cancelled."""
+        """Releases the pin of a restore that completed."""
         image = self._in_flight[restore.image]
         image.pins -= 1
         self._release_if_idle(image)

@@ -111,7 +111,8 @@ class InvariantChecker:
         _require(manager.pool.num_free + raw == manager.pool.num_pages, 34, "pages are neither free nor an image")
         _require(manager.slots.num_free == manager.slots.num_slots, 34, "slots are still taken")
         _require(scheduler.num_partial == 0, 34, f"partial counter is {scheduler.num_partial}")
-        _require(not scheduler.queued_ops, 34, "state operations are still queued")
+        queued = scheduler.queued_relocations or scheduler.store_intents
+        _require(not queued, 34, f"state operations are still queued: {queued}")
         pins = manager.images.num_pins if manager.images is not None else 0
         _require(pins == 0, 34, f"{pins} pins are held")
 

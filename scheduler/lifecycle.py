@@ -20,7 +20,7 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult
 from scheduler.sequence import RequestId, RequestOutput, Sequence, SequenceStatus
-from scheduler.states import ImageRestore, Relocation, StateMaintenanceOps
+from scheduler.states import Relocation
 
 
 class Lifecycle:
@@ -81,7 +81,6 @@ class Lifecycle:
         self._advanced = 0  # leading outstanding batches whose progress is counted
         self._relocations: tuple[Relocation, ...] = ()
         self._store_intents: dict[RequestId, int] = {}
-        self._restores: dict[RequestId, ImageRestore] = {}
 
     # Submission and cancellation -----------------------------------------------------------------------------
 
@@ -168,9 +167,14 @@ class Lifecycle:
         return tuple(self._outstanding)
 
     @property
-    def queued_ops(self) -> StateMaintenanceOps:
-        """State operations that no batch carries yet; stores are still intents and are not listed."""
-        return StateMaintenanceOps(self._relocations, (), tuple(self._restores.values()))
+    def queued_relocations(self) -> tuple[Relocation, ...]:
+        """Slot moves that no batch carries yet."""
+        return self._relocations
+
+    @property
+    def store_intents(self) -> dict[RequestId, int]:
+        """Positions at which a request's state is to be kept by the next batch (a copy)."""
+        return dict(self._store_intents)
 
     def sequence(self, request_id: RequestId) -> Sequence | None:
         """The live request of that id."""
@@ -372,9 +376,6 @@ class Lifecycle:
     def _give_up_memory(self, sequence: Sequence) -> None:
         """Frees pages and slot and withdraws what was queued for the slot."""
         self._store_intents.pop(sequence.request_id, None)
-        restore = self._restores.pop(sequence.request_id, None)
-        if restore is not None and self.manager.images is not None:
-            self.manager.images.unpin(restore)
         self._relocations = tuple(move for move in self._relocations if move.destination != sequence.slot)
         if sequence.is_partial_prefill:
             self._partial -= 1

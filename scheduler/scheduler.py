@@ -20,7 +20,7 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import ScheduledBatch
 from scheduler.sequence import Sequence, SequenceStatus
-from scheduler.states import ImageStore, StateMaintenanceOps, TransferKind
+from scheduler.states import ImageRestore, ImageStore, StateMaintenanceOps, TransferKind
 
 
 class Scheduler(Lifecycle):
@@ -81,7 +81,8 @@ class Scheduler(Lifecycle):
         history = self.view.history_size
         tables = self.manager.tables
         if planned:
-            batch = assemble_prefill(index, planned, tables, history, self.decoder_replay, self._drain_ops())
+            ops = self._drain_ops(tuple(item.restore for item in planned if item.restore is not None))
+            batch = assemble_prefill(index, planned, tables, history, self.decoder_replay, ops)
             self.counters.prefill_steps += 1
             self.counters.rows_replayed += int((batch.resumes - batch.starts).sum())
         else:
@@ -106,7 +107,7 @@ class Scheduler(Lifecycle):
                     continue
                 plan = self._plan(sequence, sequence.num_computed, sequence.prefill_end, budget, not planned, False)
                 if plan is not None:
-                    planned.append(PlannedPrefill(sequence, plan, False))
+                    planned.append(PlannedPrefill(sequence, plan, False, None))
                     budget -= plan.end - plan.start
         if self.waiting and self._may_admit():
             budget = self._admit(planned, budget)
@@ -141,6 +142,8 @@ class Scheduler(Lifecycle):
                 del self._sequences[sequence.request_id]
                 self._refuse(sequence, refusal)
                 continue
+            if not manager.may_fit(length):
+                break
             hit = manager.find_hit(sequence, length)
             if not manager.can_allocate(hit, length):
                 break
@@ -152,8 +155,6 @@ class Scheduler(Lifecycle):
                 break
             self.waiting.popleft()
             restore = manager.allocate(sequence, hit, length)
-            if restore is not None:
-                self._restores[sequence.request_id] = restore
             sequence.status = SequenceStatus.RUNNING
             sequence.generation += 1
             sequence.prefill_end = length
@@ -164,7 +165,9 @@ class Scheduler(Lifecycle):
             self.counters.admissions += 1
             self.counters.prompt_tokens += length
             self.counters.hit_tokens += hit.tokens
-            planned.append(PlannedPrefill(sequence, plan, rebuild))
+            self.counters.prompt_images += len(sequence.images)
+            self.counters.hit_images += sum(span.start + span.length <= hit.tokens for span in sequence.images)
+            planned.append(PlannedPrefill(sequence, plan, rebuild, restore))
             budget -= plan.end - plan.start
         return budget
 
@@ -209,8 +212,8 @@ class Scheduler(Lifecycle):
         self.manager.grow(sequence, length)
         return True
 
-    def _drain_ops(self) -> StateMaintenanceOps:
-        """Moves the queued state operations into a batch that will execute."""
+    def _drain_ops(self, restores: tuple[ImageRestore, ...] = ()) -> StateMaintenanceOps:
+        """Moves the queued state operations into a batch that will execute, with the restores of its admissions."""
         stores: list[ImageStore] = []
         images = self.manager.images
         if images is not None:
@@ -220,8 +223,7 @@ class Scheduler(Lifecycle):
                 store = images.store(sequence.block_hashes[block - 1], position, sequence.slot)
                 if store is not None:
                     stores.append(store)
-        ops = StateMaintenanceOps(self._relocations, tuple(stores), tuple(self._restores.values()))
+        ops = StateMaintenanceOps(self._relocations, tuple(stores), restores)
         self._relocations = ()
         self._store_intents.clear()
-        self._restores.clear()
         return ops

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.stored_rows import load_rows
 from scheduler.pools import Pools
 from v41jax.draft_parameters import DraftParameters, draft_text
 from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
@@ -182,7 +183,7 @@ def pick(
 
     def one(previous: Array, position: tuple) -> tuple[Array, tuple[Array, Array | None]]:
         base, hidden, index = position
-        embedding = draft.markov_embed[previous]
+        embedding = load_rows(draft.markov_embed, (previous,))
         logits = base + product(embedding, draft.markov_head)
         if sampling is None:
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -205,7 +206,7 @@ def _backbone(
     width, count = text.dspark_block_size, requests.anchors.shape[0]
     noise = jnp.full((count, width - 1), text.dspark_noise_token_id, jnp.int32)
     ids = jnp.concatenate([requests.anchors[:, None], noise], axis=1).reshape(-1)
-    embedded = params.embed[jnp.clip(ids, 0, params.embed.shape[0] - 1)].astype(setup.precision.activation_dtype)
+    embedded = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
     streams = jnp.broadcast_to(embedded[:, None, :], (ids.size, text.hc_mult, embedded.shape[1]))
     pre_mix = jnp.zeros((ids.size, text.hc_mult), jnp.float32).at[:, 0].set(1.0)
     rows = block_rows(params, requests, setup)

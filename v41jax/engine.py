@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.engram_tables import EngramTables
-from checkpoints.load import Checkpoint
+from checkpoints.load import Checkpoint, available_scopes
 from scheduler.buckets import Buckets
 from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, validate_runtime_config
@@ -32,18 +32,26 @@ from scheduler.sequence import Sequence as RequestSequence
 from v41jax.config import ModelConfig
 from v41jax.detokenizer import Detokenizer
 from v41jax.engine_core import EngineCore, TokenScore
+from v41jax.engine_images import EngineImages, PromptImages
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_lookup import EngramLookup
+from v41jax.image_leases import ImageCapacityError
+from v41jax.image_planning import ImageError
+from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
 from v41jax.logit_edits import TokenConstraint
 from v41jax.memory_budget import PoolBudget, plan_pools
 from v41jax.model import ModelSetup
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
+from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
 from v41jax.token_map import load_token_map
 from v41jax.tokenizer import Tokenizer
+from v41jax.vision_parameters import vision_parameters
 
 _SEED_BITS = 32
+
+_TEXT_ONLY = "this engine accepts no images: its checkpoint has no vision tower, or the option vision is off"
 
 
 class QueueFullError(RuntimeError):
@@ -62,6 +70,7 @@ class Prompt:
       skip_special: leave control tokens other than the reply's own markup out of the text.
       timeout_s: seconds after submission at which the request ends with reason `timeout`; None never does.
       constraint: which tokens may follow which; of this request alone.
+      images: of the placeholders in `tokens`, which are expanded; see `Engine.prompt_with_images`.
     """
 
     tokens: tuple[int, ...]
@@ -71,6 +80,7 @@ class Prompt:
     skip_special: bool = True
     timeout_s: float | None = None
     constraint: TokenConstraint | None = None
+    images: PromptImages | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +254,8 @@ class Engine:
             weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
         resources: list[Any] = []
         try:
-            checkpoint = Checkpoint.open(directory, scopes=("text",))
+            sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
+            checkpoint = Checkpoint.open(directory, scopes=("text", "vision") if sees else ("text",))
             resources.append(checkpoint)
             setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels)
             lookup = None
@@ -257,7 +268,8 @@ class Engine:
             params = load_parameters(
                 checkpoint, max_model_len=max_model_len, form=weights, dtype=precision.activation_dtype
             )
-            budget = plan_pools(config, geometry, max_model_len, params)
+            tower = jax.tree.map(jnp.asarray, vision_parameters(checkpoint)) if sees else None
+            budget = plan_pools(config, geometry, max_model_len, (params, tower))
             scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=True)
             runner = ModelRunner(
                 params,
@@ -270,14 +282,17 @@ class Engine:
             )
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
             if warm_up:
-                runner.warm_up(buckets.shapes(scheduler.decoder_replay))
+                runner.warm_up(buckets.shapes(scheduler.decoder_replay), images=sees)
             has_tokenizer = (directory / "tokenizer.json").is_file()
             tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+            images = None
+            if tower is not None:
+                images = EngineImages(tower, checkpoint.config, precision, config.vision_cache_bytes)
         except BaseException:
             for resource in reversed(resources):
                 resource.close()
             raise
-        return cls(config, EngineCore(scheduler, runner, buckets, lookup), tokenizer, budget, resources)
+        return cls(config, EngineCore(scheduler, runner, buckets, lookup, images), tokenizer, budget, resources)
 
     def __enter__(self) -> Engine:
         return self
@@ -315,6 +330,37 @@ class Engine:
                 raise ValueError(f"token id {token} is outside 0..{vocabulary - 1}")
         return Prompt(tokens, sampling or SamplingParams())
 
+    def prompt_with_images(
+        self,
+        text_or_tokens: str | Sequence[int],
+        images: Sequence[bytes | ProcessedImage],
+        sampling: SamplingParams | None = None,
+        limits: ImageLimits = DEFAULT_LIMITS,
+    ) -> Prompt:
+        """A request with images; touches nothing that a step uses, so that any thread may call it.
+
+        Args:
+          text_or_tokens: as for `prompt`, with one placeholder an image: the literal `IMAGE` in text, `image_token_id`
+            among ids.
+          images: files (their bytes) or processed images, in the order of the placeholders.
+          sampling: how tokens are drawn.
+          limits: cost of one file.
+
+        Raises:
+          ImageError: the engine accepts no images, or some image or their number cannot be used.
+          ValueError: as `prompt`.
+        """
+        if self.core.images is None:
+            raise ImageError(_TEXT_ONLY)
+        if isinstance(text_or_tokens, str):
+            parts = [self.prompt(part).tokens for part in text_or_tokens.split(IMAGE)]
+            placeholder = self.core.runner.setup.config.image_token_id
+            tokens = parts[0] + tuple(token for part in parts[1:] for token in (placeholder, *part[1:]))
+        else:
+            tokens = self.prompt(text_or_tokens).tokens
+        expanded = self.core.images.prepare(tokens, images, self.core.scheduler.max_model_len, limits)
+        return Prompt(tuple(expanded.prompt.token_ids.tolist()), sampling or SamplingParams(), images=expanded)
+
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
         """Runs requests to their end, in the caller's thread.
 
@@ -337,9 +383,15 @@ class Engine:
         while len(results) < len(prompts):
             idle = not self.core.has_work
             while arrivals and (arrivals[0][1].arrival_step <= step or idle):
-                place, prompt = arrivals.popleft()
+                place, prompt = arrivals[0]
                 step = max(step, prompt.arrival_step)
-                places[self.submit(prompt)] = place
+                try:
+                    places[self.submit(prompt)] = place
+                except ImageCapacityError as error:
+                    if error.permanent:
+                        raise
+                    break
+                arrivals.popleft()
                 idle = False
             for request_id, _, finished in self.step():
                 if finished is not None:
@@ -353,6 +405,7 @@ class Engine:
         Raises:
           ValueError: stop strings without a tokenizer, or a malformed prompt.
           QueueFullError: `max_waiting` requests wait already.
+          ImageCapacityError: no room for its images, now or (`permanent`) ever.
         """
         sampling = prompt.sampling
         waiting = len(self.core.scheduler.waiting)
@@ -369,7 +422,18 @@ class Engine:
             detokenizer = self.tokenizer.detokenizer(skip_special=prompt.skip_special, stop=prompt.stop)
         request_id = self._names
         self._names += 1
-        sequence = RequestSequence(request_id, np.asarray(prompt.tokens, np.int32), sampling)
+        ids, spans = np.asarray(prompt.tokens, np.int32), () if prompt.images is None else prompt.images.spans
+        sequence = RequestSequence(request_id, ids, sampling, spans)
+        placeholder = self.core.runner.setup.config.image_token_id
+        if not np.array_equal(ids == placeholder, sequence.image_mask(0, len(ids))):
+            raise ValueError(
+                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
+                "prompt_with_images"
+            )
+        if prompt.images is not None:
+            if self.core.images is None:
+                raise ImageError(_TEXT_ONLY)
+            self.core.images.leases.acquire(request_id, prompt.images.prompt, prompt.images.images)
         self._live[request_id] = _Live(prompt, detokenizer, time.perf_counter())
         if prompt.constraint is not None:
             self.core.edits.constraints[request_id] = prompt.constraint
@@ -472,7 +536,7 @@ class Engine:
         count = max(len(times), 1)
         host = {
             f"mean_{name}_s": sum(getattr(entry, name) for entry in times) / count
-            for name in ("plan", "lookup", "dispatch", "wait")
+            for name in ("plan", "lookup", "vision", "dispatch", "wait")
         }
         return {
             **scheduler.pop("counters"),
@@ -481,6 +545,7 @@ class Engine:
             "recompiles_after_warm_up": self.core.runner.recompiles,
             "steps_timed": len(times),
             **host,
+            **({} if self.core.images is None else self.core.images.statistics()),
         }
 
     def summary(self) -> dict[str, Any]:

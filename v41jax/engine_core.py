@@ -21,6 +21,7 @@ from scheduler.buckets import Buckets
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, RequestOutput
+from v41jax.engine_images import EngineImages
 from v41jax.engram_lookup import EngramLookup
 from v41jax.logit_edits import EditPlanner
 from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, empty_edits, sampling_inputs
@@ -39,6 +40,7 @@ class StepTimes:
       rows: scheduled rows.
       plan: scheduling and building arrays.
       lookup: hashing and gathering Engram rows.
+      vision: encoding images and collecting their rows.
       dispatch: handing the step to the device.
       wait: blocked on the previous step's tokens.
     """
@@ -47,6 +49,7 @@ class StepTimes:
     rows: int
     plan: float
     lookup: float
+    vision: float
     dispatch: float
     wait: float
 
@@ -108,10 +111,16 @@ class EngineCore:
       edits: biases, penalties and constraints.
       scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
       prompt_scores: of the prompt tokens that the step before the latest computed; tokens computed again come again.
+      images: of the requests; None for an engine of text.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, buckets: Buckets, lookup: EngramLookup | None
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        buckets: Buckets,
+        lookup: EngramLookup | None,
+        images: EngineImages | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -122,6 +131,7 @@ class EngineCore:
         self.edits = EditPlanner(
             runner.num_slots, runner.setup.config.text.vocab_size, empty_edits, runner.load_adjustments
         )
+        self.images = images
         self._lookup = lookup
         self._in_flight: _InFlight | None = None
 
@@ -137,11 +147,15 @@ class EngineCore:
           StepFailedError: whatever made the step fail is its cause; this engine cannot be used again.
         """
         try:
-            return self._step()
+            outputs = self._step()
         except Exception as error:
             self._in_flight = None
             reason = f"{type(error).__name__}: {error}"
-            raise StepFailedError(reason, self.scheduler.fail_all(reason)) from error
+            outputs = self.scheduler.fail_all(reason)
+            self._release_images(outputs)
+            raise StepFailedError(reason, outputs) from error
+        self._release_images(outputs)
+        return outputs
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
@@ -178,7 +192,9 @@ class EngineCore:
             scored=scored,
             targets=targets,
         )
-        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops)
+        image_rows = None if self.images is None else self.images.step_rows(batch, shape.rows)
+        encoded = time.perf_counter()
+        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops, image_rows)
         dispatched = time.perf_counter()
         self._in_flight = _InFlight(batch, output, scored, prompt_scored)
         self.step_times.append(
@@ -187,7 +203,8 @@ class EngineCore:
                 rows=batch.num_rows,
                 plan=built - began - waited,
                 lookup=looked_up - built,
-                dispatch=dispatched - looked_up,
+                vision=encoded - looked_up,
+                dispatch=dispatched - encoded,
                 wait=waited,
             )
         )
@@ -230,6 +247,12 @@ class EngineCore:
                 scores = [TokenScore(logprob, tuple(zip(ids, values))) for logprob, ids, values in parts]
                 result.append(PromptScores(batch.request_ids[index], int(batch.starts[index]) + 1, scores))
         return result
+
+    def _release_images(self, outputs: list[RequestOutput]) -> None:
+        if self.images is not None:
+            for output in outputs:
+                if output.finished:
+                    self.images.release(output.request_id)
 
     def _compress(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.zeros_like(token_ids) if self._lookup is None else self._lookup.hasher.compress(token_ids)

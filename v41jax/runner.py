@@ -17,16 +17,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
-from v41jax.model import Flow, ModelSetup, forward, head
+from v41jax.bounded_replay import take_rows
+from v41jax.flow import Flow
+from v41jax.layers.vision import write_image_rows
+from v41jax.model import ModelSetup, forward, head
 from v41jax.parameters import Parameters
 from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
 from v41jax.state_copies import Images, StateCopies, allocate_images
-from v41jax.step_arrays import empty_step, engram_shapes, image_shapes
+from v41jax.step_arrays import empty_step, engram_shapes, image_shape
 
 Array = jax.Array
 Pools = pool_arrays.Pools
@@ -99,7 +103,7 @@ def serve_step(
     batch: BatchStep,
     engram_rows: EngramRows,
     sampling: StepSampling,
-    image_embeddings: tuple[Array, Array] | None = None,
+    image_embeddings: Array | None = None,
     *,
     setup: ModelSetup,
     phase: str,
@@ -113,7 +117,7 @@ def serve_step(
       batch: the step.
       engram_rows: table rows of the batch.
       sampling: how tokens are chosen.
-      image_embeddings: ([N, D], [N] bool), or None.
+      image_embeddings: [N, D], read where `batch.image_rows`, or None.
       setup: static.
       phase: static, "prefill" or "decode".
     """
@@ -163,13 +167,20 @@ def score_rows(params: Parameters, flow: Flow, targets: Array, setup: ModelSetup
         present = jnp.any(wanted < vocabulary)
         logits = jax.lax.cond(
             present,
-            lambda: head(params, flow, indices, setup.config),
+            lambda: head(params, take_rows(flow, indices), setup.config),
             lambda: jnp.zeros((size, vocabulary), jnp.float32),
         )
         return token_scores(logits, jnp.minimum(wanted, vocabulary - 1), present)
 
     scores = jax.lax.map(block, (rows, targets.reshape(-1, size)))
     return jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), scores)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def _spread(rows: Array, destinations: Array, *, count: int, dtype: DTypeLike) -> Array:
+    """[N, D] with the given rows at their places. Apart from the step, whose programs then have two variants and not
+    one for every number of image rows."""
+    return write_image_rows(jnp.zeros((count, rows.shape[1]), dtype), rows, destinations)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -273,7 +284,7 @@ class ModelRunner:
             _abstract(self.step_sampling(sampling_inputs([], shape.outputs), targets=self.no_targets(shape))),
         ]
         if images:
-            arguments.append(image_shapes(setup.config, shape.rows))
+            arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
         executable = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
         memory = executable.memory_analysis()
         program = CompiledStep(
@@ -291,7 +302,7 @@ class ModelRunner:
         engram_rows: EngramRows,
         sampling: StepSampling,
         ops: StateMaintenanceOps | None = None,
-        image_embeddings: tuple[np.ndarray, np.ndarray] | None = None,
+        image_rows: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> StepOutput:
         """Dispatches one step; returns before it has run.
 
@@ -301,17 +312,18 @@ class ModelRunner:
           engram_rows: table rows of the batch.
           sampling: made by `step_sampling`.
           ops: state operations to run before.
-          image_embeddings: ([N, D] float32, [N] bool).
+          image_rows: embeddings [I, D] of every image row of the batch and their rows [I] int32, padding N; see
+            `write_image_rows`. None when no row lies in an image, which runs the program of text.
 
         Raises:
           RuntimeError: after an earlier step failed; the pools were donated to it and are gone.
         """
         if self._failed:
             raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
-        images = image_embeddings is not None
+        images = image_rows is not None
         arguments: list[Any] = [batch, engram_rows, sampling]
-        if images:
-            arguments.append(image_embeddings)
+        if image_rows is not None:
+            arguments.append(_spread(*image_rows, count=shape.rows, dtype=self.setup.precision.activation_dtype))
         program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._eager:
             program = functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)

@@ -23,6 +23,7 @@ class Case:
       difference: (expected, found) -> a number that is 0 when equal; compares each variant with the first one.
       tolerance: largest difference that counts as right.
       tuning: more variants, run only with `--tune`.
+      in_place: positions of arguments that are donated and are exactly what a variant returns.
     """
 
     operation: str
@@ -34,6 +35,7 @@ class Case:
     difference: Callable[[Any, Any], float]
     tolerance: float = 0.0
     tuning: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    in_place: tuple[int, ...] = ()
 
 
 SIZES = ("smoke", "production")

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.kernel_cases import Case
 from pallas_kernels.candidate_scores import candidate_scores
 from pallas_kernels.candidate_scores import triton as candidate_triton
+from pallas_kernels.index_key_write import index_key_write
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.index_scores import triton as scores_triton
 from pallas_kernels.select_candidates import select_candidates
@@ -22,6 +23,9 @@ HEADS, WIDTH, ROWS_IN_PAGE = 32, 128, 128
 TOPK, BLOCK, CANDIDATES = 512, 8, 2048
 ROW_BYTES = {"fp8": WIDTH + 4, "fp4": WIDTH // 2 + 4}
 QUERY_BYTES = HEADS * WIDTH * 2 + HEADS * 4
+DECODE_CONFIGS = [(1, 64, 2, 4, 2), (1, 64, 8, 4, 3), (1, 128, 1, 4, 2), (1, 128, 4, 4, 3), (1, 128, 8, 4, 4)]
+PREFILL_CONFIGS = [(8, 64, 16, 4, 2), (4, 128, 8, 4, 2), (4, 128, 8, 8, 2), (8, 128, 16, 8, 2), (4, 64, 16, 4, 3)]
+"""Other `index_scores.triton.Config`s: rows, keys, tiles, warps, stages."""
 LARGEST_XLA = 2**27
 """Scores past which XLA's form takes too long to be worth device time."""
 
@@ -83,25 +87,9 @@ def _score_cases(shapes: list[tuple[int, int, int]]) -> Iterator[Case]:
             if rows * context > LARGEST_XLA:
                 variants = {}
             variants["pallas"] = functools.partial(call, implementation="pallas")
-            configs = (
-                [
-                    (1, 64, 2, 4, 2),
-                    (1, 64, 4, 4, 3),
-                    (1, 64, 8, 4, 3),
-                    (1, 128, 1, 4, 2),
-                    (1, 128, 4, 4, 3),
-                    (1, 128, 8, 4, 3),
-                ]
-                if rows == requests
-                else [
-                    (4, 64, 8, 4, 2),
-                    (8, 64, 8, 4, 2),
-                    (4, 128, 8, 4, 2),
-                    (4, 128, 8, 8, 2),
-                    (8, 64, 8, 8, 3),
-                    (16, 64, 8, 8, 2),
-                ]
-            )
+            configs: list[tuple[int, ...]] = []
+            if (rows, requests) in ((64, 64), (4096, 1)):
+                configs = DECODE_CONFIGS if rows == requests else PREFILL_CONFIGS
             yield Case(
                 "index_scores",
                 f"{index_format} {rows} rows of {requests} x {context}",
@@ -221,6 +209,49 @@ def _candidate_cases(shapes: list[tuple[int, int]], blocks: int) -> Iterator[Cas
         )
 
 
+def _write_cases(counts: list[int]) -> Iterator[Case]:
+    for keys in counts:
+        for index_format in ("fp8", "fp4"):
+
+            def make(count, keys=keys, index_format=index_format):
+                requests, columns = 64, 64
+                values, scales = _plane(requests * columns, index_format)
+                tables = jnp.arange(requests * columns, dtype=jnp.int32).reshape(requests, columns)
+                sets = []
+                for index in range(count):
+                    rng = np.random.default_rng(index)
+                    entries = rng.permutation(requests * columns * ROWS_IN_PAGE)[:keys].astype(np.int32)
+                    request, entry = np.divmod(entries, columns * ROWS_IN_PAGE)
+                    angles = jax.random.uniform(jax.random.key(index), (keys, 32)) * 6
+                    rows = jax.random.normal(jax.random.key(index), (keys, WIDTH), jnp.bfloat16)
+                    plan = (jnp.asarray(request), jnp.asarray(entry))
+                    sets.append(
+                        (rows, jnp.ones(WIDTH), jnp.cos(angles), jnp.sin(angles), *plan, tables, values, scales)
+                    )
+                return sets
+
+            call = functools.partial(_write, index_format=index_format)
+            yield Case(
+                "index_key_write",
+                f"{index_format} {keys} keys",
+                keys * (2 * WIDTH + 2 * 4 * 32 + 8 + ROW_BYTES[index_format]),
+                0,
+                make,
+                {name: functools.partial(call, implementation=name) for name in ("xla", "pallas")},
+                _different_bytes,
+                1e-4,
+                in_place=(7, 8),
+            )
+
+
+def _write(*arguments: jax.Array, index_format: str, implementation: str) -> tuple:
+    return index_key_write(*arguments, epsilon=1e-20, index_format=index_format, implementation=implementation)
+
+
+def _different_bytes(expected: tuple, found: tuple) -> float:
+    return float(jnp.mean(expected[0] != found[0]) + jnp.mean(expected[1] != found[1]))
+
+
 def cases(size: str) -> Iterator[Case]:
     """Decode, verify and prefill shapes of the model; "smoke" ones finish on a CPU."""
     if size == "smoke":
@@ -228,6 +259,7 @@ def cases(size: str) -> Iterator[Case]:
         yield from _restricted_cases([(2, 2, 256, 8)])
         yield from _topk_cases([(2, 512)], 32)
         yield from _candidate_cases([(2, 512)], 16)
+        yield from _write_cases([8])
         return
     decode = [(batch, batch, context) for context in (8192, 131_072) for batch in (1, 8, 64, 128)]
     long = [(batch, batch, 1_048_576) for batch in (1, 8)]
@@ -236,6 +268,7 @@ def cases(size: str) -> Iterator[Case]:
     yield from _topk_cases([(rows, width) for width in (8192, 131_072) for rows in (1, 8, 64, 128)], TOPK)
     yield from _topk_cases([(8, 1_048_576), (16_384, 16_384)], TOPK)
     yield from _candidate_cases([(64, 65_536), (1, 1_048_576), (64, 131_072), (4096, 32_768)], CANDIDATES)
+    yield from _write_cases([1, 64, 4096])
     yield from _restricted_cases(
         [(1, 1, 131_072, CANDIDATES), (64, 64, 131_072, CANDIDATES), (1024, 1, 131_072, CANDIDATES)]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.block_scaled_linear import xla
+from pallas_kernels.block_scaled_linear import triton, xla
 
 Array = jax.Array
 
@@ -36,5 +36,10 @@ def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation
             f"block_scaled_linear needs x [N, K], codes [O, K], scales [O/32, K/32] with O and K multiples of 32; "
             f"got x {x.shape}, codes {codes.shape}, scales {scales.shape}"
         )
-    backend.choose("block_scaled_linear", implementation, {})
+    few = x.shape[0] <= triton.MOST_ROWS
+    choice = backend.choose(
+        "block_scaled_linear", implementation, {"triton": backend.Candidate(triton.unsupported(x, codes), few)}
+    )
+    if choice.implementation == "triton":
+        return triton.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
     return xla.block_scaled_linear(x, codes, scales)

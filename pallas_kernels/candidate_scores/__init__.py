@@ -49,7 +49,7 @@ def candidate_scores(
 
     Source: model specification, "Two-level candidates".
     """
-    faults = plane_faults(query, values, scales, index_format)
+    faults = plane_faults(query.shape[-1], values, scales, index_format)
     if values.ndim == 3 and values.shape[1] % block_size:
         faults.append(f"a page of {values.shape[1]} rows does not hold whole blocks of {block_size}")
     if candidates.ndim != 2 or candidates.shape[0] != query.shape[0]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.grouped_experts import xla
+from pallas_kernels.grouped_experts import triton, xla
 from pallas_kernels.grouped_experts.types import ExpertWeights
 
 __all__ = ["ExpertWeights", "grouped_experts"]
@@ -54,8 +56,14 @@ def grouped_experts(
       ValueError: for an unknown implementation.
       KernelUnsupportedError: "pallas" where no kernel runs.
     """
-    backend.choose("grouped_experts", implementation, {})
-    return xla.grouped_experts(
+    choice = backend.choose(
+        "grouped_experts", implementation, {"triton": backend.Candidate(triton.unsupported(x, w1, w2))}
+    )
+    run = {
+        "xla": xla.grouped_experts,
+        "triton": functools.partial(triton.grouped_experts, interpret=choice.interpret),
+    }[choice.implementation]
+    return run(
         x,
         expert_ids,
         weights,

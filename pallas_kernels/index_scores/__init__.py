@@ -58,7 +58,7 @@ def index_scores(
 
     Source: kernel chapter, "Index scorer over the paged plane"; model specification, "Indexer".
     """
-    faults = plane_faults(query, values, scales, index_format)
+    faults = plane_faults(query.shape[-1], values, scales, index_format)
     if faults:
         raise ValueError("index_scores: " + "; ".join(faults))
     problem = triton.unsupported(query, values, index_format, quantize_query, score_dtype)

@@ -47,12 +47,11 @@ class Config:
     num_stages: int
 
 
-def config_for(rows: int, requests: int, rows_in_page: int) -> Config:
+def config_for(rows: int, requests: int) -> Config:
     """The configuration for a batch of `rows` over `requests`; depends on shapes only, never on contents."""
-    del rows_in_page
     if rows <= 2 * requests:
         return Config(rows=1, keys=128, tiles=2, num_warps=4, num_stages=2)
-    return Config(rows=8, keys=128, tiles=8, num_warps=4, num_stages=2)
+    return Config(rows=4, keys=64, tiles=16, num_warps=4, num_stages=2)
 
 
 def unsupported(
@@ -135,7 +134,7 @@ def index_scores(
     context = columns * rows_in_page
     if rows == 0 or requests == 0 or columns == 0:
         return jnp.full((rows, context), -jnp.inf, jnp.float32)
-    config = config or config_for(rows, requests, rows_in_page)
+    config = config or config_for(rows, requests)
     operand, weights = float16_query(query, head_weights, index_format)
     elements = packed_view(values)
     split = split_of(elements, index_format)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1, scaled_e4m3
@@ -107,7 +106,9 @@ def _load_values(plane: object, storage: str, rows: Array, start: int, size: int
     def load(column: int, count: int) -> Array:
         columns = column + jnp.arange(count, dtype=jnp.int32)
         shape = (keys, count)
-        return plgpu.load(plane.at[jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)])
+        return backend.triton().load(
+            plane.at[jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)]
+        )
 
     if storage == "fp4":
         packed = load(start // 2, size // 2).astype(jnp.uint16)
@@ -152,8 +153,8 @@ def _rotate_back(values: Array, first_dim: int, width: int, cos_ref: object, sin
     pair = first_dim // 2 + jnp.arange(size // 2, dtype=jnp.int32) - (width // 2 - pairs)
     rotated = pair >= 0
     index = jnp.where(rotated, pair, 0)
-    cos = jnp.where(rotated, plgpu.load(cos_ref.at[row, index]), 1.0)[None, :]
-    sin = jnp.where(rotated, plgpu.load(sin_ref.at[row, index]), 0.0)[None, :]
+    cos = jnp.where(rotated, backend.triton().load(cos_ref.at[row, index]), 1.0)[None, :]
+    sin = jnp.where(rotated, backend.triton().load(sin_ref.at[row, index]), 0.0)[None, :]
     first, second = (
         part.reshape(heads, size // 2).astype(jnp.float32)
         for part in lax.split(values.reshape(heads, size // 2, 2), (1, 1), axis=2)
@@ -169,13 +170,13 @@ def _finish(
     sink_ref, cos_ref, sin_ref, live, out_ref = refs
     head = first_head + jnp.arange(heads, dtype=jnp.int32)
     present = head < out_ref.shape[1]
-    sink = plgpu.load(sink_ref.at[jnp.where(present, head, 0)])
+    sink = backend.triton().load(sink_ref.at[jnp.where(present, head, 0)])
     total = total + jnp.exp2(sink * jnp.float32(LOG2_E) - peak)
     for piece, part in enumerate(sums):
         size = part.shape[1]
         quotient = (part / total[:, None]).astype(jnp.bfloat16)
         turned = _rotate_back(quotient, piece * size, width, cos_ref, sin_ref, row)
-        plgpu.store(
+        backend.triton().store(
             out_ref.at[row, pl.ds(first_head, heads), pl.ds(piece * size, size)],
             jnp.where(live, turned, jnp.zeros_like(turned)),
             mask=present[:, None],
@@ -212,31 +213,31 @@ def _walk_kernel(
     width, size = geometry.width, geometry.width // config.parts
     present = first_head + jnp.arange(config.heads, dtype=jnp.int32) < query_ref.shape[1]
     query = [
-        plgpu.load(
+        backend.triton().load(
             query_ref.at[row, pl.ds(first_head, config.heads), pl.ds(p * size, size)],
             mask=jnp.broadcast_to(present[:, None], (config.heads, size)),
             other=0.0,
         )
         for p in range(config.parts)
     ]
-    batch = plgpu.load(batch_ref.at[row])
+    batch = backend.triton().load(batch_ref.at[row])
     live = batch >= 0
     request = jnp.where(live, batch, 0)
-    position = plgpu.load(positions_ref.at[row])
-    lowest = jnp.maximum(jnp.maximum(plgpu.load(floor_ref.at[row]), position - geometry.window + 1), 0)
+    position = backend.triton().load(positions_ref.at[row])
+    lowest = jnp.maximum(jnp.maximum(backend.triton().load(floor_ref.at[row]), position - geometry.window + 1), 0)
     sources = []
     if geometry.selected:
 
         def in_main(index: Array) -> Array:
-            entry = plgpu.load(selected_ref.at[row, index])
-            page = plgpu.load(tables_ref.at[request, lax.div(entry, geometry.page_rows)])
+            entry = backend.triton().load(selected_ref.at[row, index])
+            page = backend.triton().load(tables_ref.at[request, lax.div(entry, geometry.page_rows)])
             return page * geometry.page_rows + lax.rem(entry, geometry.page_rows)
 
-        count = jnp.where(live, plgpu.load(counts_ref.at[row]), 0)
+        count = jnp.where(live, backend.triton().load(counts_ref.at[row]), 0)
         sources.append(_Source(main_ref, geometry.main_format, count, in_main))
-    fresh_from = plgpu.load(from_ref.at[row]) if geometry.fresh else position + 1
+    fresh_from = backend.triton().load(from_ref.at[row]) if geometry.fresh else position + 1
     fresh_from = jnp.minimum(jnp.maximum(fresh_from, lowest), position + 1)
-    slot = plgpu.load(slots_ref.at[request])
+    slot = backend.triton().load(slots_ref.at[request])
     sources.append(
         _Source(
             ring_ref,
@@ -246,7 +247,7 @@ def _walk_kernel(
         )
     )
     if geometry.fresh:
-        own = plgpu.load(own_ref.at[row])
+        own = backend.triton().load(own_ref.at[row])
         sources.append(
             _Source(
                 fresh_ref,
@@ -282,10 +283,10 @@ def _walk_kernel(
         return
     sums_ref, peak_ref, total_ref = out_refs
     heads = pl.ds(first_head, config.heads)
-    plgpu.store(peak_ref.at[row, split, heads], peak, mask=present)
-    plgpu.store(total_ref.at[row, split, heads], total, mask=present)
+    backend.triton().store(peak_ref.at[row, split, heads], peak, mask=present)
+    backend.triton().store(total_ref.at[row, split, heads], total, mask=present)
     for piece, part in enumerate(sums):
-        plgpu.store(sums_ref.at[row, split, heads, pl.ds(piece * size, size)], part, mask=present[:, None])
+        backend.triton().store(sums_ref.at[row, split, heads, pl.ds(piece * size, size)], part, mask=present[:, None])
 
 
 def _join_kernel(
@@ -311,7 +312,9 @@ def _join_kernel(
     present = first_head + jnp.arange(heads, dtype=jnp.int32) < out_ref.shape[1]
 
     def load(ref: object, split: int) -> Array:
-        return plgpu.load(ref.at[row, pl.ds(split, 1), block], mask=present[None, :], other=0.0).reshape(heads)
+        return (
+            backend.triton().load(ref.at[row, pl.ds(split, 1), block], mask=present[None, :], other=0.0).reshape(heads)
+        )
 
     peaks = [load(peak_ref, s) for s in range(splits)]
     peak = functools.reduce(jnp.maximum, peaks)
@@ -320,13 +323,13 @@ def _join_kernel(
     for s in range(splits):
         shrink = jnp.exp2(peaks[s] - peak)
         total += shrink * load(total_ref, s)
-        part = plgpu.load(
+        part = backend.triton().load(
             sums_ref.at[row, pl.ds(s, 1), block, :],
             mask=jnp.broadcast_to(present[None, :, None], (1, heads, width)),
             other=0.0,
         )
         sums += shrink[:, None] * part.reshape(heads, width)
-    live = plgpu.load(batch_ref.at[row]) >= 0
+    live = backend.triton().load(batch_ref.at[row]) >= 0
     _finish((sink_ref, cos_ref, sin_ref, live, out_ref), row, first_head, heads, peak, total, (sums,), width)
 
 
@@ -419,22 +422,24 @@ def sparse_attention(
             jax.ShapeDtypeStruct(partial, jnp.float32),
             jax.ShapeDtypeStruct(partial, jnp.float32),
         ]
-    results = pl.pallas_call(
+    results = backend.triton_call(
         functools.partial(_walk_kernel, config=config, geometry=geometry),
+        out_shape,
         grid=(rows * config.splits * head_blocks,),
-        out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="sparse_attention_walk",
     )(*operands)
     if config.splits == 1:
         return results[0]
     joined_heads = 4
-    return pl.pallas_call(
+    return backend.triton_call(
         functools.partial(_join_kernel, heads=joined_heads, splits=config.splits, width=width),
+        out,
         grid=(rows * -(-heads // joined_heads),),
-        out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        num_warps=4,
+        num_stages=1,
         interpret=interpret,
         name="sparse_attention_join",
     )(*results, operands[1], batch_ids, cos, sin)

@@ -1,7 +1,8 @@
 """Compiles Pallas kernels of the Triton route to AMD and NVIDIA machine code, on a machine that has no GPU.
 
-JAX's ROCm lowering holds each kernel's Triton IR, and Triton's own compiler turns that into a code object. The Triton
-inside jaxlib makes the binary that runs: registers and shared memory read here are indicative, legality carries over.
+JAX's lowering for ROCm or CUDA holds each kernel's Triton IR, and Triton's own compiler turns that into a code object.
+The Triton inside jaxlib makes the binary that runs: registers and shared memory read here are indicative, legality
+carries over.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ from jaxlib.triton import dialect as triton_dialect
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 TARGETS = ("gfx942", "gfx950", "sm_90")
-CUDA_SYMBOLS = {"__ocml_exp2_f32": "__nv_exp2f", "__ocml_exp_f32": "__nv_expf"}
-"""Device functions of ROCm that the lowering names, and CUDA's."""
-
 SHARED_LIMIT = {"gfx942": 65_536, "gfx950": 163_840, "sm_90": 232_448}
 """Shared memory one program may take, bytes."""
 
@@ -74,8 +72,8 @@ def unavailable() -> str | None:
     return "triton is not installed"
 
 
-def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKernel]:
-    """The kernels in `fn(*args)`, lowered for the ROCm platform; args are arrays or `jax.ShapeDtypeStruct`."""
+def triton_kernels(fn: Callable[..., Any], args: Sequence[Any], platform: str = "rocm") -> list[TritonKernel]:
+    """The kernels in `fn(*args)`, lowered for "rocm" or "cuda"; args are arrays or `jax.ShapeDtypeStruct`."""
 
     def walk(operation: Any) -> Iterator[Any]:
         for region in operation.regions:
@@ -84,7 +82,7 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKe
                     yield child.operation
                     yield from walk(child.operation)
 
-    module = jax.jit(fn).trace(*args).lower(lowering_platforms=("rocm",)).compiler_ir("stablehlo")
+    module = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     kernels = []
     for operation in walk(module.operation):
         if operation.name != "stablehlo.custom_call" or "mhlo.backend_config" not in operation.attributes:
@@ -117,8 +115,8 @@ def compile_kernel(kernel: TritonKernel, target: str) -> GpuBuild:
     triton_target = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
     text = kernel.ir
     if triton_target.backend == "cuda":
-        for rocm, cuda in CUDA_SYMBOLS.items():
-            text = text.replace(rocm, cuda)
+        # The lowering names ROCm's device functions; CUDA's differ in spelling only.
+        text = re.sub(r"__ocml_(\w+)_f32", r"__nv_\1f", text)
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
         file.write(_simplified(text))
         file.flush()
@@ -163,7 +161,7 @@ def _simplified(text: str) -> str:
 
 def compile_for_gpu(fn: Callable[..., Any], args: Sequence[Any], target: str) -> list[GpuBuild]:
     """Compiles every Triton-route kernel in `fn(*args)` for `target`, one of `TARGETS`."""
-    kernels = triton_kernels(fn, args)
+    kernels = triton_kernels(fn, args, "cuda" if target.startswith("sm_") else "rocm")
     if not kernels:
         raise ValueError("the function holds no Triton kernel")
     return [compile_kernel(kernel, target) for kernel in kernels]

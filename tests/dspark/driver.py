@@ -180,6 +180,12 @@ class Driver:
         )
         return jax.tree.map(np.asarray, block)
 
+    def cursor_of_tokens(self, slot: int) -> list[int]:
+        """What the slot's cursor must be: the committed position, then the last compressed ids."""
+        compressed = compressed_of(self.model.lookup, np.array(self.tokens[slot], np.int32), None)
+        end = compressed.size
+        return [end, *history_before(compressed, end, self.geometry.history_size).tolist()]
+
     def state(self, slot: int) -> dict[str, NDArray]:
         """Everything of a slot that a later step can read, as bytes by name."""
         end, geometry = len(self.tokens[slot]), self.geometry

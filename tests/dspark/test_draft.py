@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.stored_rows import store_rows
 from tests.dspark import driver
 from tests.dspark.driver import Driver
 from v41jax.config import ModelConfig
@@ -150,9 +151,10 @@ def test_quantized_stages_follow_the_reference_stage_by_stage(stage_program):
         features = rng.normal(size=(end, 3 * model.setup.config.text.hidden_size)).astype(np.float32) * 3
         context = reference.context_keys(features.astype(np.float64), np.arange(end))
         kept = np.arange(max(0, end - geometry.window_size), end)
-        window = pools.window.at[geometry.layers :, 2, kept % geometry.ring].set(
-            context[:, kept].astype(pools.window.dtype)
-        )
+        window = pools.window
+        for stage, keys in enumerate(context):
+            place = (geometry.layers + stage, 2, kept % geometry.ring)
+            window = store_rows(window, place, jnp.asarray(keys[kept], jnp.float32))
         requests = DraftRequests(*(jnp.asarray([value]) for value in (0, end - 1, 2, True)))
         rows = block_rows(model.params, requests, model.setup)
         streams, pre_mix = reference.first_streams(int(rng.integers(3, 500)))

@@ -87,6 +87,7 @@ def test_after_any_commit_the_state_is_that_of_the_committed_tokens_alone(plain)
         row = expected_row = 0
         for slot in slots:
             count = len(committed[slot]) + 1
+            assert drafting.state(slot)["cursor"].tolist() == drafting.cursor_of_tokens(slot)
             # The rows after a rejection read nothing that the rejected rows wrote.
             assert np.array_equal(logits[row : row + count], expected_logits[expected_row : expected_row + count])
             row, expected_row = row + len(proposals[slot]) + 1, expected_row + count

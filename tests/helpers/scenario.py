@@ -115,7 +115,7 @@ def draw(
     rng = random.Random(seed)
     if view is SMALL_VIEW:
         view = dataclasses.replace(view, window_size=rng.choice((8, 16, 32, 33)))
-    page = 64 if view.window_size > 33 or rng.random() < 0.1 else 32
+    page = 32 * (-(-max(view.window_size - 1, 1) // 32) + (rng.random() < 0.1))
     encoder, decoder = replays if replays is not None else (rng.random() < 0.5, rng.random() < 0.5)
     budget = page * rng.choice((2, 2, 3, 4, 6)) + rng.choice((0, 0, 1, 17))
     if not encoder and not decoder:
@@ -238,7 +238,7 @@ def _disturb(scenario: Scenario, scheduler: Scheduler, rng: random.Random) -> No
     # Bounded, so that a prompt longer than the time between two preemptions still ends.
     if scheduler.running and rng.random() < scenario.preempt and scheduler.counters.preemptions < 40:
         scheduler.preempt(rng.choice(scheduler.running).request_id)
-    if scheduler.running and rng.random() < scenario.relocate and not scheduler.queued_ops.relocations:
+    if scheduler.running and rng.random() < scenario.relocate and not scheduler.queued_relocations:
         running = list(scheduler.running)
         slots = [sequence.slot for sequence in running] + list(scheduler.manager.slots.free_slots())
         moves = dict(zip((sequence.request_id for sequence in running), rng.sample(slots, len(running))))

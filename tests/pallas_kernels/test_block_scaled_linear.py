@@ -1,12 +1,17 @@
 """Every implementation of `block_scaled_linear` against float64 on the decoded operands."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.block_scaled_linear import block_scaled_linear
+from pallas_kernels.backend import KernelUnsupportedError
+from pallas_kernels.block_scaled_linear import block_scaled_linear, triton
 from v41jax import quantization_numpy as quantization
 
 
@@ -44,3 +49,36 @@ def test_shapes_that_do_not_fit_are_named():
     x, codes, scales, _ = linear_case(0, 3, 64, 64, jnp.float32)
     with pytest.raises(ValueError, match=r"scales \(1, 2\)"):
         block_scaled_linear(x, codes, scales[:1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "config"),
+    [(1, 64, 96, (64, 16, 32, 1)), (21, 256, 160, (64, 16, 64, 4)), (7, 192, 32, (16, 16, 32, 2))],
+)
+def test_gpu_kernel_equals_float64_of_decoded_operands(rows, inputs, outputs, config):
+    x, codes, scales, expected = linear_case(rows, rows, inputs, outputs, jnp.bfloat16)
+    run = functools.partial(triton.block_scaled_linear, config=triton.Config(*config, 4, 1), interpret=True)
+    assert_product(jax.jit(run)(x, codes, scales), expected, jnp.bfloat16)
+
+
+@settings(max_examples=6)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6))
+def test_gpu_kernel_of_any_shape_through_the_public_call(rows, inputs, outputs):
+    x, codes, scales, expected = linear_case(rows, rows, 32 * inputs, 32 * outputs, jnp.bfloat16)
+    run = functools.partial(block_scaled_linear, implementation="pallas")
+    assert_product(jax.jit(run)(x, codes, scales), expected, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("generation", ["cuda", "rocm"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1280, 32_768), (8192, 5120), (5120, 2304), (5120, 1280), (5120, 512)])
+def test_splits_fill_the_device_and_divide_the_inner_width(generation, inputs, outputs):
+    config = triton.config_for(1, inputs, outputs, generation)
+    assert inputs % (config.splits * config.inner) == 0
+    assert outputs // config.outputs * config.splits >= 64
+    assert (outputs < 32_768) == (config.splits > 1)
+
+
+def test_a_float32_product_has_no_kernel_and_says_so():
+    x, codes, scales, _ = linear_case(0, 3, 64, 64, jnp.float32)
+    with pytest.raises(KernelUnsupportedError, match="float32"):
+        block_scaled_linear(x, codes, scales, implementation="pallas")

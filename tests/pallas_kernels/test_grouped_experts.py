@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.grouped_experts import grouped_experts
+from pallas_kernels.backend import KernelUnsupportedError
+from pallas_kernels.grouped_experts import grouped_experts, triton
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
 
@@ -70,3 +73,44 @@ def test_rows_do_not_depend_on_their_neighbours():
 def test_no_valid_row_reads_no_expert():
     case = expert_case(5, rows=0, experts=4, chosen=2, padding=3)
     assert not run(case).any()
+
+
+def run_on_gpu(case, config=None, *, swiglu_limit=10.0, quantize_hidden=True):
+    call = functools.partial(
+        triton.grouped_experts,
+        swiglu_limit=swiglu_limit,
+        quantize_hidden=quantize_hidden,
+        config=config,
+        interpret=True,
+    )
+    return np.asarray(jax.jit(call)(*case.arrays(), valid=jnp.asarray(case.valid)))
+
+
+SMALL_TILES = triton.Config(16, triton.Tile(64, 16, 4, 1), triton.Tile(32, 16, 4, 1))
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("options", [{}, {"swiglu_limit": 0.0, "quantize_hidden": False}])
+def test_gpu_kernel_equals_the_oracle(rows, options):
+    case = expert_case(rows, rows=rows, experts=5, chosen=3, width=96, hidden=64, dtype=jnp.bfloat16, padding=2)
+    assert_meaning(run_on_gpu(case, SMALL_TILES, **options), case, **options)
+
+
+def test_gpu_kernel_orders_many_pairs_by_sorting(monkeypatch):
+    monkeypatch.setattr(triton, "MOST_COMPARED", 0)
+    case = expert_case(6, rows=20, experts=7, chosen=2, dtype=jnp.bfloat16, padding=1)
+    case.expert_ids[:5, 0] = 9
+    assert_meaning(run_on_gpu(case, SMALL_TILES), case)
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 3))
+def test_gpu_kernel_of_any_shape_through_the_public_call(rows, experts, chosen, padding):
+    case = expert_case(rows, rows=rows, experts=experts + 2, chosen=chosen, dtype=jnp.bfloat16, padding=padding)
+    assert_meaning(run(case, implementation="pallas"), case)
+
+
+def test_dequantized_experts_have_no_kernel_and_say_so():
+    case = expert_case(1, rows=2, experts=3, chosen=1, dtype=jnp.bfloat16)
+    with pytest.raises(KernelUnsupportedError, match="dequantized"):
+        run(case, dequantized=jnp.bfloat16, implementation="pallas")

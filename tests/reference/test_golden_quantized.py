@@ -24,10 +24,20 @@ KNOWN_FLIPS: dict[tuple[str, int], list[tuple[str, int]]] = {
         ("layers.8.grouped_output", 10134),
         ("layers.2.ffn_input", 10569),
     ],
+    ("pico", 5): [
+        ("layers.0.grouped_output", 770),
+        ("layers.3.grouped_output", 3287),
+        ("layers.1.attention_input", 29562),
+        ("layers.2.grouped_output", 32894),
+    ],
     ("five-layer", 3): [("layers.0.grouped_output", 4123)],
     ("five-layer", 5): [("layers.2.attention_input", 18786), ("layers.1.experts.5.hidden", 434)],
 }
-"""(checkpoint, prompt) -> site and index of the flips found there; tried first, then everything else is searched."""
+"""(checkpoint, prompt) -> site and index of the flips found there, in the order in which rows need them.
+
+Logits cover the last 64 rows, so that the first recorded row of a long prompt may need several earlier flips; these
+were found by adding, one at a time, the value within float32 noise whose flip brings the recorded rows closest.
+"""
 
 
 @checkpoints

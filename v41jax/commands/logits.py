@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from checkpoints.load import Checkpoint
 from v41jax.full_forward import full_forward, load_model, split_rows
 from v41jax.image_encoder import encode_images
-from v41jax.image_planning import ImageGrid
-from v41jax.image_processing import ProcessedImage
-from v41jax.image_spans import span_embeddings
+from v41jax.image_processing import image_from_arrays
+from v41jax.image_spans import locate_spans, span_embeddings
 from v41jax.precision import Precision
 from v41jax.reference.model import ReferenceModel
 from v41jax.vision_parameters import vision_parameters
@@ -135,18 +134,15 @@ def encode_prompt(directory: Path, arrays: dict[str, NDArray], precision: Precis
     with Checkpoint.open(directory, scopes=("text", "vision")) as checkpoint:
         config = checkpoint.config
         ids = check_ids(arrays["ids"], config.text.vocab_size)
-        rows = ids == config.image_token_id
-        grid = ImageGrid(*(int(size) for size in arrays["grid"]))
-        if rows.sum() != arrays["types"].size or rows.sum() != grid.tokens:
-            raise ValueError(
-                f"the prompt has {rows.sum()} image tokens (id {config.image_token_id}); its types list "
-                f"{arrays['types'].size} and its grid needs {grid.tokens}"
-            )
-        patches = arrays["patches"].reshape(len(arrays["patches"]), -1).astype(precision.activation_dtype)
+        image = image_from_arrays(arrays["patches"], arrays["grid"], config.vision)
+        located = locate_spans(ids, [image], config.image_token_id)
+        types = located.token_types[located.image_mask]
+        if not np.array_equal(types, arrays["types"]):
+            raise ValueError(f"the types {arrays['types'].tolist()} are not those of the grid, {types.tolist()}")
         parameters = vision_parameters(checkpoint)
-        encoded = encode_images(parameters, [ProcessedImage(patches, grid)], config.vision, precision)[0]
-        embeddings = span_embeddings(encoded, np.asarray(parameters.delimiters), grid)
-    return Prompt(ids, rows, np.asarray(embeddings, np.float32))
+        encoded = encode_images(parameters, [image], config.vision, precision)[0]
+        embeddings = span_embeddings(encoded, parameters.delimiters, image.grid)
+    return Prompt(ids, located.image_mask, np.asarray(embeddings, np.float32))
 
 
 def reference_logits(

@@ -1,0 +1,131 @@
+"""The block-scaled linear layer for GPUs: weight tiles are widened in registers on their way to the product.
+
+Outputs are the left operand's rows, so that the tensor cores see whole tiles even for one row of x. When outputs alone
+do not fill the device, the inner dimension is cut among programs and their float32 parts are added by a second kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.triton_widening import widen_e4m3
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+      outputs: outputs of one program, at least 16.
+      rows: rows of x of one program, at least 16.
+      inner: inner dims of one step, a multiple of 32 that divides the inner width of a split.
+      splits: programs among which the inner dimension is cut.
+      num_warps, num_stages: of one program.
+    """
+
+    outputs: int
+    rows: int
+    inner: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def config_for(rows: int, inputs: int, outputs: int, generation: str) -> Config:
+    """The configuration for x [rows, inputs] and `outputs` outputs."""
+    tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
+    tile_outputs = 64
+    programs = -(-outputs // tile_outputs) * -(-rows // tile_rows)
+    splits = 1
+    while programs * splits < (304 if generation == "rocm" else 132) and inputs % (splits * 2 * 128) == 0:
+        splits *= 2
+    inner = 32
+    while inner < 128 and (inputs // splits) % (inner * 2) == 0:
+        inner *= 2
+    return Config(tile_outputs, tile_rows, inner, splits, 4, 1 if generation == "rocm" else 4)
+
+
+MOST_ROWS = 256
+"""Rows past which `auto` leaves the product to XLA, whose library kernels pay for the widened copy by then."""
+
+
+def unsupported(x: Array, codes: Array) -> str | None:
+    """Why the kernel cannot run on these arrays, or None."""
+    if x.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, not {x.dtype.name}"
+    if codes.size >= 2**31:
+        return f"{codes.size} weight bytes do not fit 32-bit offsets"
+    return None
+
+
+def _kernel(x_ref: object, codes_ref: object, scales_ref: object, out_ref: object, *, config: Config) -> None:
+    """One tile of outputs and rows over one split of the inner dimension."""
+    triton = backend.triton()
+    program = pl.program_id(0)
+    rows, inputs = x_ref.shape
+    outputs = codes_ref.shape[0]
+    output_tiles = -(-outputs // config.outputs)
+    first_output = (program % output_tiles) * config.outputs
+    split = (program // output_tiles) % config.splits
+    first_row = (program // (output_tiles * config.splits)) * config.rows
+    output = first_output + jnp.arange(config.outputs, dtype=jnp.int32)
+    row = first_row + jnp.arange(config.rows, dtype=jnp.int32)
+    near_output, near_row = jnp.minimum(output, outputs - 1), jnp.minimum(row, rows - 1)
+    steps = inputs // config.splits // config.inner
+
+    def load(ref: object, index: Array, first: Array, count: int) -> Array:
+        column = first + jnp.arange(count, dtype=jnp.int32)
+        shape = (index.shape[0], count)
+        return triton.load(ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)])
+
+    def step(index: Array, total: Array) -> Array:
+        block = split * steps + index
+        codes = load(codes_ref, near_output, block * config.inner, config.inner)
+        scales = load(scales_ref, lax.div(near_output, 32), block * (config.inner // 32), config.inner // 32)
+        x = load(x_ref, near_row, block * config.inner, config.inner)
+        return total + jnp.dot(widen_e4m3(codes, scales), x.T, preferred_element_type=jnp.float32)
+
+    total = lax.fori_loop(0, steps, step, jnp.zeros((config.outputs, config.rows), jnp.float32)).T
+    # Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
+    shape = (config.rows, config.outputs)
+    stored = jnp.broadcast_to(row[:, None] < rows, shape) & jnp.broadcast_to(output[None, :] < outputs, shape)
+    place = jnp.where(stored, jnp.broadcast_to(row[:, None], shape), rows)
+    column = jnp.broadcast_to(output[None, :], shape)
+    if config.splits == 1:
+        triton.store(out_ref.at[place, column], total.astype(out_ref.dtype), mask=stored)
+    else:
+        triton.store(out_ref.at[jnp.full(shape, split), place, column], total, mask=stored)
+
+
+def block_scaled_linear(
+    x: Array, codes: Array, scales: Array, *, config: Config | None = None, interpret: bool = False
+) -> Array:
+    """See `pallas_kernels.block_scaled_linear`; `unsupported` has been asked."""
+    rows, inputs = x.shape
+    outputs = codes.shape[0]
+    if rows == 0:
+        return jnp.zeros((0, outputs), x.dtype)
+    config = config or config_for(rows, inputs, outputs, backend.current_target().generation)
+    if codes.dtype != jnp.uint8:
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    shape = (rows, outputs) if config.splits == 1 else (config.splits, rows, outputs)
+    grid = -(-outputs // config.outputs) * config.splits * -(-rows // config.rows)
+    out = backend.triton_call(
+        functools.partial(_kernel, config=config),
+        jax.ShapeDtypeStruct(shape, x.dtype if config.splits == 1 else jnp.float32),
+        grid=(grid,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="block_scaled_linear",
+    )(x, codes, scales)
+    return out if config.splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)
