@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from v41jax.engine import Prompt
 from v41jax.protocol import (
     EncodedPrompt,
+    Fault,
+    ProtocolError,
     ThinkingOptions,
     Tool,
     ToolChoice,
@@ -17,10 +19,20 @@ from v41jax.protocol import (
     read_tool_choice,
     resolve_thinking,
 )
+from v41jax.protocol.chat import read_response_format
+from v41jax.protocol.tokens import DSML
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.errors import ApiError
 from v41jax.server.fields import Fields
 from v41jax.server.generation import make_prompt
+from v41jax.server.grammars import (
+    ReplyGrammar,
+    call_grammar,
+    constrains_calls,
+    content_grammar,
+    read_structured_outputs,
+    schema_grammar,
+)
 from v41jax.server.service import Service
 
 
@@ -72,6 +84,7 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
     skip_special = fields.boolean("skip_special_tokens", False)
     include_usage = fields.includes_usage(stream=stream)
     prompt, tools, choice, thinking = _read_conversation(service, body, fields)
+    grammar = None if fields.faults else fields.attempt(lambda: _reply_grammar(service, fields, tools, choice))
     fields.check()
     assert params is not None and prompt is not None and prompt.token_ids is not None
     if prompt.images:
@@ -85,9 +98,10 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
             param="messages",
             code="invalid_value",
         )
+    constraint = service.constraint(grammar, starts_in_reasoning=prompt.starts_in_reasoning)
     try:
         choices = tuple(
-            make_prompt(service, prompt.token_ids, params, index, skip_special=skip_special)
+            make_prompt(service, prompt.token_ids, params, index, skip_special=skip_special, constraint=constraint)
             for index in range(params.n)
         )
     except ApiError as error:
@@ -103,6 +117,30 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
         stream=stream,
         include_usage=include_usage,
     )
+
+
+def _reply_grammar(service: Service, fields: Fields, tools: Sequence[Tool], choice: ToolChoice) -> ReplyGrammar | None:
+    """What the reply must look like; None leaves it free.
+
+    Raises:
+      ProtocolError: fields that cannot be enforced together.
+    """
+    body = fields.body
+    schema = read_response_format(body.get("response_format"), "response_format", fields.faults)
+    outputs = read_structured_outputs(body.get("structured_outputs"))
+    parallel = fields.boolean("parallel_tool_calls", True)
+    offered = choice.offered(tools)
+    calls = bool(offered) and (schema is not None or not parallel or constrains_calls(offered, choice))
+    if outputs is not None and (calls or schema is not None):
+        raise ProtocolError(
+            [Fault("structured_outputs", "cannot be combined with `response_format` or with tools that are enforced")]
+        )
+    if calls:
+        marker = service.tokenizer.control_id(DSML)
+        return call_grammar(offered, choice, marker, parallel=parallel, schema=schema)
+    if schema is not None:
+        return schema_grammar(schema)
+    return None if outputs is None else content_grammar(*outputs)
 
 
 def _read_conversation(

@@ -13,6 +13,7 @@ from v41jax.protocol.json_text import unencodable
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.fields import Fields
 from v41jax.server.generation import make_prompt
+from v41jax.server.grammars import content_grammar, read_structured_outputs
 from v41jax.server.service import Service
 
 MAX_PROMPTS = 256
@@ -97,8 +98,10 @@ def read_completion_request(service: Service, body: Mapping[str, Any]) -> Comple
     scores_prompt = echo and params is not None and params.logprobs is not None
     if scores_prompt and not service.engine.config.prompt_logprobs:
         fields.fault("echo", _no_prompt_logprobs(service))
+    outputs = fields.attempt(lambda: read_structured_outputs(body.get("structured_outputs")))
     fields.check()
     assert params is not None and prompts is not None
+    constraint = service.constraint(None if outputs is None else content_grammar(*outputs))
     groups = tuple(
         tuple(
             make_prompt(
@@ -108,6 +111,7 @@ def read_completion_request(service: Service, body: Mapping[str, Any]) -> Comple
                 index,
                 skip_special=skip_special,
                 prompt_logprobs=scores_prompt and index == 0,
+                constraint=constraint,
             )
             for index in range(params.n)
         )

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from scheduler.sequence import SamplingParams as EngineSampling
 from v41jax.engine import Delta, Prompt, QueueFullError
@@ -14,6 +15,9 @@ from v41jax.engine_core import StepFailedError
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.errors import ApiError
 from v41jax.server.service import Service
+
+if TYPE_CHECKING:
+    from v41jax.server.constraint import GrammarConstraint
 
 _COLDEST = 1e-5
 """Temperatures below it are greedy: logits divided by less overflow."""
@@ -34,8 +38,18 @@ def make_prompt(
     *,
     skip_special: bool,
     prompt_logprobs: bool = False,
+    constraint: GrammarConstraint | None = None,
 ) -> Prompt:
     """One choice for the engine.
+
+    Args:
+      service: of the server.
+      tokens: ids of the prompt.
+      params: of the request.
+      choice: its number; the first takes the seed as it is.
+      skip_special: leave control tokens out of the text.
+      prompt_logprobs: log-probabilities of the prompt are wanted.
+      constraint: what the reply must look like; every choice follows a copy.
 
     Raises:
       ApiError: the prompt is empty, or longer than the model or the pool allows.
@@ -75,6 +89,7 @@ def make_prompt(
         stop=tuple(params.stop),
         skip_special=skip_special,
         timeout_s=service.options.request_timeout_s or None,
+        constraint=None if constraint is None else constraint.copy(),
     )
 
 

@@ -44,6 +44,10 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def parse_object(data: bytes) -> dict[str, Any]:
     """Reads a JSON object.
 
@@ -51,7 +55,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
       ProtocolError: not JSON, or another kind of value.
     """
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_constant=_refuse_constant)
     except RecursionError:
         raise ProtocolError([Fault("body", "is nested too deeply")]) from None
     except ValueError as error:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from v41jax.engine import Engine
 from v41jax.protocol import ReplyMemory
 from v41jax.protocol.errors import Fault, ProtocolError, shorten
+from v41jax.protocol.tokens import DSML, THINK_CLOSE
 from v41jax.server.errors import ApiError
 from v41jax.server.limits import ServerOptions
 from v41jax.server.metrics import Metrics
 from v41jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from v41jax.server.constraint import GrammarConstraint, Grammars
+    from v41jax.server.grammars import ReplyGrammar
 
 Result = TypeVar("Result")
 
@@ -57,6 +63,27 @@ class Service:
     def vocabulary(self) -> int:
         """Token ids are below it: the model has a row for each, and the tokenizer bytes."""
         return min(int(self.engine.core.runner.setup.config.text.vocab_size), self.tokenizer.vocab_size)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars; made at first use, on the encoding worker."""
+        from v41jax.server.constraint import Grammars
+
+        return Grammars(self.tokenizer, int(self.engine.core.runner.setup.config.text.vocab_size))
+
+    def constraint(
+        self, grammar: ReplyGrammar | None, *, starts_in_reasoning: bool = False
+    ) -> GrammarConstraint | None:
+        """A grammar compiled; with reasoning it begins after the reasoning, which may not end the reply.
+
+        Raises:
+          ProtocolError: it does not compile.
+        """
+        if grammar is None:
+            return None
+        control = self.tokenizer.control_id
+        after = control(THINK_CLOSE) if starts_in_reasoning else None
+        return self.grammars.compile(grammar, after=after, kept_out=(*self.tokenizer.stop_ids, control(DSML)))
 
     async def encode(self, work: Callable[[], Result]) -> Result:
         """Runs work on prompts and replies off the event loop, one piece at a time."""
