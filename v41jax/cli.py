@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import checkpoint, generate
+from v41jax.commands import checkpoint, generate, logits
 
 app = typer.Typer(
     name="v41jax",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("generate")(generate.generate)
+app.command("logits")(logits.logits)
 
 
 def fault_lines(error: Exception) -> list[str]:
