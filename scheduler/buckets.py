@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
       pages: `P`, columns of the block tables.
       outputs: `F`, rows whose logits are wanted; 0 when no request finishes its prefill.
       query_width: rows of one request at most.
-      tail: decoder rows are `[outputs, W]` of the finishing requests (decoder replay); False when every row runs
+      tail: the decoder runs on the tails of the finishing requests only (decoder replay); False when every row runs
         every layer. With `outputs` 0 and `tail` set the forward ends at the decoder's compression.
     """
 
@@ -41,6 +41,10 @@ class StepShape(NamedTuple):
     outputs: int
     query_width: int
     tail: bool
+
+    def decoder_rows(self, window_size: int) -> int:
+        """`T`, rows of the decoder layers: at most a window of every finishing request, or all rows without a tail."""
+        return min(self.outputs * window_size, self.rows) if self.tail else self.rows
 
 
 def decode_ladder(max_num_seqs: int) -> tuple[int, ...]:

@@ -50,7 +50,11 @@ RULES = {
         False,
     ),
     "v41jax.layers": (LAYER_NEEDS, True),
-    "v41jax.model": ((*LAYER_NEEDS, "v41jax.parameters"), True),
+    "v41jax.model": (
+        (*LAYER_NEEDS, "v41jax.parameters", "v41jax.flow", "v41jax.bounded_replay", "v41jax.slot_state"),
+        True,
+    ),
+    "v41jax.bounded_replay": (LAYER_NEEDS, True),
     "v41jax.draft_parameters": ((*LAYER_NEEDS, "v41jax.parameters"), True),
     "v41jax.dspark": (
         (*LAYER_NEEDS, "v41jax.parameters", "v41jax.draft_parameters", "v41jax.model", "v41jax.sampling"),

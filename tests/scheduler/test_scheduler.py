@@ -556,6 +556,47 @@ def test_preemption_takes_the_newest_request_first():
         check_tokens(driver, number, prompt(20 + number, number), 40)
 
 
+def test_a_preempted_request_goes_to_the_head_of_the_queue():
+    driver = make_driver(max_num_seqs=2)
+    for number in range(4):
+        driver.add(number, prompt(20 + number, number), greedy(10))
+    driver.step()
+    driver.scheduler.preempt(0)
+    driver.scheduler.preempt(1)
+    assert [item.request_id for item in driver.scheduler.waiting] == [1, 0, 2, 3]
+    driver.run()
+    for number in range(4):
+        check_tokens(driver, number, prompt(20 + number, number), 10)
+
+
+def test_an_image_goes_with_the_page_that_covers_it():
+    driver = make_driver(**COPY, num_pages=24)
+    driver.add("a", prompt(70), greedy(2))
+    driver.run()
+    images, pool = driver.scheduler.manager.images, driver.scheduler.manager.pool
+    kept = {image.content_hash for image in images.images()}
+    assert kept and kept <= set(pool.index)
+    while pool.num_cached:
+        pool.take()
+    assert images.images() == ()
+    assert pool.num_raw == 0
+
+
+def test_an_image_that_leaves_no_room_for_the_request_is_not_waited_for():
+    units = make_driver(**COPY).scheduler.geometry.units_per_image
+    driver = make_driver(**COPY, num_pages=3 + units)
+    ids = prompt(110)
+    driver.add("warm", ids[:65], greedy(2))
+    driver.run()
+    assert driver.scheduler.statistics().images == 1
+    driver.add("long", ids, greedy(4))  # four pages and the image do not fit at once
+    driver.run(200)
+    assert check_tokens(driver, "long", ids, 4).cached_tokens == 0
+    driver.add("short", ids[:70], greedy(4))
+    driver.run(200)
+    check_tokens(driver, "short", ids[:70], 4)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_lone_request_that_outgrows_the_pool_ends_with_what_it_has(mode):
     driver = make_driver(mode=mode, num_pages=3)
@@ -740,6 +781,21 @@ def test_12_relocations_swap_and_chain(switches, mode):
     for number in range(3):
         check_tokens(driver, number, prompt(50 + number, number), 40)
     assert sum(len(batch.ops.relocations) for batch in driver.log) > 20
+
+
+def test_a_relocation_dies_with_its_request():
+    driver = make_driver()
+    for number in range(2):
+        driver.add(number, prompt(10 + number, number), greedy(10))
+    driver.step()
+    driver.scheduler.relocate({0: 3, 1: 0})
+    driver.scheduler.abort(0)
+    driver.step()
+    assert driver.log[-1].ops.relocations == ((1, 0),)
+    driver.scheduler.relocate({1: 2})
+    driver.scheduler.abort(1)
+    driver.run()
+    assert driver.scheduler.queued_relocations == ()
 
 
 def test_impossible_relocations_are_refused():
