@@ -28,6 +28,7 @@ CONFIG = EngineConfig(
     num_pages=40,
     encoder_swa_bounded_replay=False,
     decoder_swa_bounded_replay=False,
+    vision="off",
 )
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 

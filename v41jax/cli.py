@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import checkpoint, generate, serve
+from v41jax.commands import checkpoint, generate, logits, serve
 
 app = typer.Typer(
     name="v41jax",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("generate")(generate.generate)
+app.command("logits")(logits.logits)
 app.command("serve")(serve.serve)
 
 
