@@ -3,10 +3,11 @@
 import dataclasses
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.sequence import PLACEHOLDER, SamplingParams, Sequence
@@ -16,6 +17,9 @@ from v41jax.sampling import edit_logits, token_scores
 
 VOCABULARY, SLOTS = 70, 3
 PENALIZED = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((7, 3.0), (69, -100.0)))
+
+
+edit = jax.jit(edit_logits)
 
 
 class Device:
@@ -45,7 +49,7 @@ class Device:
         edits = self.planner.plan(batch, 2, lambda _: sequence)
         if edits is None:
             return np.zeros(VOCABULARY)
-        self.adjustments, logits = edit_logits(jnp.zeros((2, VOCABULARY)), self.adjustments, edits)
+        self.adjustments, logits = edit(jnp.zeros((2, VOCABULARY)), self.adjustments, edits)
         assert not np.asarray(logits[1]).any()
         return np.asarray(logits[0])
 
@@ -65,6 +69,7 @@ def grow(sequence, token, *, finalized=True):
         sequence.finalize(sequence.num_finalized_tokens, token)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 68), max_size=12), st.integers(0, 11))
 def test_every_step_sees_all_tokens_before_it_also_after_a_preemption(generated, preempted_at):
     device, sequence = Device(), Sequence("a", [1, 2, 3], PENALIZED)
