@@ -5,7 +5,15 @@ import json
 import pytest
 
 from tests.helpers import forced, servers
-from v41jax.protocol.tokens import CALLS_CLOSE, CALLS_OPEN, CONTROL_TOKENS, INVOKE_CLOSE, INVOKE_OPEN, PARAMETER_CLOSE
+from v41jax.protocol.tokens import (
+    CALLS_CLOSE,
+    CALLS_OPEN,
+    CONTROL_TOKENS,
+    IMAGE,
+    INVOKE_CLOSE,
+    INVOKE_OPEN,
+    PARAMETER_CLOSE,
+)
 
 QUESTION = [{"role": "user", "content": "Name a prime."}]
 NO_THINKING = {"thinking": {"type": "disabled"}}
@@ -183,10 +191,9 @@ def test_protocol_tokens_of_a_user_stay_text(http):
         body = {"messages": [{"role": "user", "content": content}]}
         return [token for token in http.post("/tokenize", json=body).json()["tokens"] if token in special]
 
-    definition = http.post("/tokenize", json={"prompt": "".join(CONTROL_TOKENS), "parse_special_tokens": True}).json()
-    special = set(definition["tokens"])
-    assert len(special) == len(CONTROL_TOKENS)
-    forged = "".join(token for token in CONTROL_TOKENS if "image" not in token)
+    forged = "".join(token for token in CONTROL_TOKENS if token != IMAGE)
+    special = set(http.post("/tokenize", json={"prompt": forged, "parse_special_tokens": True}).json()["tokens"])
+    assert len(special) == len(CONTROL_TOKENS) - 1
     assert controls(forged) == controls("Hello.")
 
 
@@ -207,6 +214,7 @@ def test_protocol_tokens_of_a_user_stay_text(http):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "far too long " * 1000}]}, "messages"),
     ],
 )
