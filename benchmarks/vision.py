@@ -122,7 +122,8 @@ def main() -> None:
         "benchmark": "vision",
         "preset": arguments.preset,
         "dtype": "bfloat16",
-        **{**provenance(), "pillow": metadata.version("pillow")},
+        **provenance(),
+        "pillow": metadata.version("pillow"),
     }
     for size in arguments.sizes.split(","):
         width, height = (int(side) for side in size.split("x"))
