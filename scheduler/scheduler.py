@@ -82,7 +82,8 @@ class Scheduler(Lifecycle):
         tables = self.manager.tables
         if planned:
             ops = self._drain_ops(tuple(item.restore for item in planned if item.restore is not None))
-            batch = assemble_prefill(index, planned, tables, history, self.decoder_replay, ops)
+            block = self.geometry.block_size
+            batch = assemble_prefill(index, planned, tables, block, history, self.decoder_replay, ops)
             self.counters.prefill_steps += 1
             self.counters.rows_replayed += int((batch.resumes - batch.starts).sum())
         else:

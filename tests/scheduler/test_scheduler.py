@@ -714,6 +714,22 @@ def test_results_are_read_in_order_and_not_too_late():
         immediate.scheduler.schedule()
 
 
+def test_a_chunk_ships_only_the_pages_it_can_see():
+    driver = make_driver()
+    item = driver.add("a", prompt(300), greedy(4))
+    batch = driver.scheduler.schedule()
+    assert len(item.block_table) == 10
+    assert (batch.block_tables.shape, batch.table_lengths.tolist()) == ((1, 1), [1])
+    wide = make_driver(max_num_batched_tokens=4 * PAGE)
+    wide.add("a", prompt(40), greedy(4))
+    wide.step()
+    wide.add("b", prompt(300, 1), greedy(4))
+    batch = wide.scheduler.schedule()
+    assert batch.request_ids == ("a", "b")
+    assert batch.table_lengths.tolist() == [2, 1]
+    assert batch.block_tables[1, 1] == 0
+
+
 def test_a_batch_does_not_change_with_its_requests():
     driver = make_driver()
     item = driver.add("a", prompt(50), greedy(4))
