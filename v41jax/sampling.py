@@ -91,7 +91,7 @@ def edit_logits(logits: Array, adjustments: Array, edits: LogitEdits) -> tuple[A
 
     def constrain(values: Array) -> Array:
         bits = (edits.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        bits = bits.reshape(len(bits), -1)[:, :vocabulary]
+        bits = bits.reshape(len(bits), 32 * bits.shape[1])[:, :vocabulary]
         return jnp.where(edits.constrained[:, None] & (bits == 0), -jnp.inf, values)
 
     edited = jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits)

@@ -59,8 +59,9 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
-        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True)
+        """The value of a JavaScript expression; True for an element."""
+        wrapped = f"(value => value instanceof Node || value)({script})"
+        answer = self._call("Runtime.evaluate", expression=wrapped, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -96,28 +97,21 @@ def page() -> Iterator[Page]:
     into_read, into_write = os.pipe()
     out_read, out_write = os.pipe()
     with tempfile.TemporaryDirectory() as profile:
-
-        def place_pipes() -> None:
-            # The browser reads commands from descriptor 3 and answers on 4.
-            os.dup2(into_read, 20)
-            os.dup2(out_write, 21)
-            os.dup2(20, 3)
-            os.dup2(21, 4)
-
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--window-size=1200,800",
+            f"--user-data-dir={profile}",
+            "--remote-debugging-pipe",
+        ]
+        # The browser reads commands from descriptor 3 and answers on 4; a shell puts the pipes there.
+        command = f'exec "$0" "$@" 3<&{into_read} 4>&{out_write}'
         process = subprocess.Popen(
-            [
-                program,
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--no-first-run",
-                "--disable-dev-shm-usage",
-                "--remote-debugging-pipe",
-                "--window-size=1200,800",
-                f"--user-data-dir={profile}",
-            ],
-            preexec_fn=place_pipes,
-            close_fds=False,
+            ["bash", "-c", command, program, *options],
+            pass_fds=(into_read, out_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -110,7 +110,7 @@ def test_thinking_can_be_turned_off_and_is_then_absent(client, engine):
 
 
 def test_tool_calls_arrive_whole_and_in_fragments(client, engine):
-    options = {"tools": [WEATHER], "max_tokens": 120}
+    options = {"tools": [WEATHER], "max_tokens": 120, "temperature": 0}
     with forced.replies(engine, *[f"I must look.</think>A moment.\n\n{CALL}"] * 2):
         whole = ask(client, **options)
         chunks, choices = joined(ask(client, stream=True, **options))
@@ -136,7 +136,7 @@ def test_a_call_cut_by_the_limit_is_reported_as_length(client, engine):
 def test_tool_choice_none_hides_tools_and_calls(client, engine):
     plain = ask(client, max_tokens=1).usage.prompt_tokens
     with forced.replies(engine, f"</think>{CALL}"):
-        reply = ask(client, tools=[WEATHER], tool_choice="none", max_tokens=120)
+        reply = ask(client, tools=[WEATHER], tool_choice="none", max_tokens=120, temperature=0)
     assert reply.usage.prompt_tokens == plain
     assert reply.choices[0].message.tool_calls is None and reply.choices[0].finish_reason == "stop"
 
@@ -147,7 +147,7 @@ def test_a_conversation_sent_back_hits_the_pages_it_filled(client, engine):
     spelled = [token for letter in "a prime number is odd or two " * 3 for token in tokenizer.encode(letter)]
     assert spelled != tokenizer.encode("a prime number is odd or two " * 3)
     with forced.replies(engine, spelled):
-        first = ask(client, max_tokens=200, extra_body=NO_THINKING)
+        first = ask(client, max_tokens=200, temperature=0, extra_body=NO_THINKING)
     messages = [*QUESTION, first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Why?"}]
     second = ask(client, messages, max_tokens=2, extra_body=NO_THINKING)
     said = first.usage.prompt_tokens + first.usage.completion_tokens
