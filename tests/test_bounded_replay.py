@@ -23,6 +23,7 @@ from scheduler.sequence import ImageSpan, SamplingParams
 from tests.helpers.driver import Driver
 from tests.helpers.replay_model import BOUNDARY, IMAGE, PAGE, SHORT, WINDOW, write_checkpoint
 from tests.helpers.replay_runner import OracleRunner, image_embeddings
+from tests.helpers.rounding_flips import FlipProbe, explain
 from v41jax.engram_hashing import history_before
 from v41jax.full_forward import load_model, step
 from v41jax.precision import Precision
@@ -259,36 +260,42 @@ def test_a_forward_without_a_finishing_request_launches_nothing_past_the_publica
 
 
 def test_quantized_layers_of_a_tail_agree_with_the_oracle(directory):
-    """Every layer on the oracle's rows and windows, from the inputs that the compiled forward gave it."""
+    """Every layer on the oracle's rows and windows, from the inputs that the compiled forward gave it.
+
+    A row may depart only by a value that lies within float32 noise of a rounding boundary.
+    """
     length = 90
     ids = make_ids(length, 3)
     forward = ReplayForward(0, 0, length, decoder_replay=True)
+    probe = FlipProbe()
     with (
         load_model(directory, Precision(np.float32), max_model_len=MAX_LEN, index_format="fp8") as model,
-        ReferenceModel(model.checkpoint, index_format="fp8") as reference,
+        ReferenceModel(model.checkpoint, index_format="fp8", probe=probe) as reference,
     ):
         oracle = ReplayOracle(reference)
-        _, output = run(
-            model, empty_pools(model), [span(model, ids, 0, 1, [3, 4, 5])], decoder_replay=True, record=True
-        )
+        spans = [span(model, ids, 0, 1, [3, 4, 5])]
+        _, output = run(model, empty_pools(model), spans, decoder_replay=True, record=True)
         streams, pre_mix = (np.asarray(part, np.float64)[:, :length] for part in output.record.layers[:2])
         inputs, memory = reference.begin(ids)
         entering = reference.first_streams(inputs)
         ran = []
         for layer in range(len(streams)):
             visibility = oracle.visibility(forward, layer)
-            result = reference.run_layer(layer, *entering, inputs, memory, visibility)
-            rows = visibility.query_rows
-            ran.append(int(rows.sum()))
-            assert (streams[layer, ~rows] == 0).all()
-            departed = np.abs(streams[layer, rows] - result.streams[rows]).max(axis=(1, 2)) > 1e-4
-            assert not departed.any(), f"layer {layer}: {departed.sum()} of {rows.sum()} rows"
-            entering = tuple(np.where(_column(rows, part), part[layer], np.nan) for part in (streams, pre_mix))
+            rows = np.flatnonzero(visibility.query_rows)
+            given = streams[layer, rows].reshape(rows.size, -1)
+
+            def leading(count, layer=layer, entering=entering, visibility=visibility, rows=rows):
+                result = reference.run_layer(layer, *entering, inputs, memory, visibility)
+                return result.streams[rows[:count]].reshape(count, -1)
+
+            flips = explain(probe, leading, given, tolerance=1e-4)
+            assert len(flips) <= 3
+            ran.append(rows.size)
+            assert (np.delete(streams[layer], rows, axis=0) == 0).all()
+            entering = tuple(np.full_like(part[layer], np.nan) for part in (streams, pre_mix))
+            for table, part in zip(entering, (streams, pre_mix)):
+                table[rows] = part[layer, rows]
     assert ran == [length] * BOUNDARY + [WINDOW] * 4 + [1]
-
-
-def _column(rows, part):
-    return rows.reshape(-1, *[1] * (part.ndim - 2))
 
 
 def test_the_draft_taps_the_rows_of_the_tail(tmp_path):
