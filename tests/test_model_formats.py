@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from tests.helpers.models import directory, model, reference
 from tests.helpers.rounding_flips import FlipProbe, explain
 from v41jax.model import decoder_start
 from v41jax.reference.model import ReferenceModel
+from v41jax.spans import batch_of
 
 NOISE = 1e-4
 
@@ -82,23 +84,15 @@ def test_a_step_without_requests_changes_nothing():
     driver = Driver(loaded)
     driver.add("only", golden.load_expected("five-layer").prompt(2))
     batch = _empty(driver)
-    before = [np.asarray(leaf).copy() for leaf in _leaves(driver.pools)]
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(driver.pools)]
     output = driver.forward(batch, (np.zeros((64, 128), np.float32), np.zeros(64, bool)))
     assert np.isfinite(np.asarray(output.logits)).all() and not np.asarray(output.cursor_mismatch).any()
-    for old, new in zip(before, _leaves(driver.pools)):
+    for old, new in zip(before, jax.tree.leaves(driver.pools)):
         assert np.array_equal(old, np.asarray(new), equal_nan=True)
-
-
-def _leaves(pools):
-    import jax
-
-    return jax.tree.leaves(pools)
 
 
 def _empty(driver: Driver):
     """The arrays of a step that schedules nothing: one span, all of it turned into padding."""
-    from v41jax.spans import batch_of
-
     batch = batch_of([driver.span("only", 1)], driver.model.setup.geometry, **driver.bucket)
     padding = {"batch_ids": -1, "compressed_ids": -1, "cu_seqlens": 0, "positions": 0, "preparation": 0}
     plans = tuple(
@@ -120,4 +114,6 @@ def _empty(driver: Driver):
 def test_pools_have_the_geometrys_bytes():
     geometry = model("five-layer", quantized=True, packed=True).setup.geometry
     pools = allocate(geometry, 3, 2)
-    assert sum(leaf.nbytes for leaf in _leaves(pools)) == sum(spec.bytes for spec in geometry.device_arrays(3, 2))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pools)) == sum(
+        spec.bytes for spec in geometry.device_arrays(3, 2)
+    )

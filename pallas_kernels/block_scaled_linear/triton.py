@@ -54,8 +54,15 @@ def config_for(rows: int, inputs: int, outputs: int, generation: str) -> Config:
     return Config(tile_outputs, tile_rows, inner, splits, 4, 1 if generation == "rocm" else 4)
 
 
-MOST_ROWS = 256
-"""Rows past which `auto` leaves the product to XLA, whose library kernels pay for the widened copy by then."""
+MOST_ROWS = 64
+"""The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
+LEAST_WEIGHT = 2**22
+"""Weight elements below which XLA's product of one row, fused with the widening, was measured to be no slower."""
+
+
+def preferred(rows: int, weight: int) -> bool:
+    """Whether `auto` takes the kernel for `rows` rows and `weight` weight elements: where it won on an H200."""
+    return rows <= MOST_ROWS and (rows > 1 or weight >= LEAST_WEIGHT)
 
 
 def unsupported(x: Array, codes: Array) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
 from pallas_kernels.block_scaled_linear import block_scaled_linear, triton
 from v41jax import quantization_numpy as quantization
@@ -82,3 +83,24 @@ def test_a_float32_product_has_no_kernel_and_says_so():
     x, codes, scales, _ = linear_case(0, 3, 64, 64, jnp.float32)
     with pytest.raises(KernelUnsupportedError, match="float32"):
         block_scaled_linear(x, codes, scales, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "kernel"),
+    [
+        (1, 1280, 32_768, True),
+        (1, 5120, 512, False),
+        (8, 5120, 512, True),
+        (64, 8192, 5120, True),
+        (65, 5120, 512, False),
+    ],
+)
+def test_auto_takes_the_kernel_where_it_was_measured_to_win(rows, inputs, outputs, kernel):
+    arguments = (
+        jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((outputs, inputs), jnp.uint8),
+        jax.ShapeDtypeStruct((outputs // 32, inputs // 32), jnp.uint8),
+    )
+    with backend.use_target(backend.Target("triton", "cuda")):
+        traced = jax.make_jaxpr(lambda *x: block_scaled_linear(*x))(*arguments)
+    assert ("pallas_call" in str(traced)) == kernel

@@ -123,6 +123,8 @@ def test_stop_ids_end_without_their_text(client, engine):
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt[1]"),
         ({"prompt": [1, 129280]}, "prompt[1]"),
+        ({"prompt": [1, 129264]}, "prompt[1]"),
+        ({"prompt": "<｜deepseek_image｜>", "parse_special_tokens": True}, "prompt"),
         ({"prompt": [[1, 2], [-1]]}, "prompt[1][0]"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": [5] * 1100}, "prompt"),
