@@ -34,6 +34,16 @@ def test_packed_pools_give_the_same_bits_as_bfloat16_pools():
     assert np.array_equal(packed.logits(ids, chunks), plain.logits(ids, chunks))
 
 
+def test_packed_pools_hold_images_in_any_chunks():
+    loaded = {packed: model("five-layer", quantized=True, packed=packed) for packed in (False, True)}
+    ids, rows = golden.image_span(golden.load_expected("five-layer"), loaded[True].setup.config.image_token_id)
+    image = {"image_rows": rows, "image_embeddings": np.random.default_rng(2).standard_normal((rows.sum(), 128))}
+    logits = Driver(loaded[True]).logits(ids, [64], **image)
+    for packed, chunks in ((True, [9, 1, 64]), (False, [64])):
+        assert np.array_equal(Driver(loaded[packed]).logits(ids, chunks, **image), logits)
+    assert not np.array_equal(Driver(loaded[True]).logits(ids, [64])[rows], logits[rows])
+
+
 @pytest.mark.parametrize(("name", "prompt"), [("five-layer", 3), ("five-layer", 4), ("pico", 3)])
 def test_every_row_of_a_quantized_run_departs_from_the_reference_by_a_flip_or_not_at_all(name, prompt):
     """Whole prompts in two or more chunks; `explain` fails where no value near a rounding boundary explains a row."""
