@@ -203,8 +203,9 @@ class Scheduler(Lifecycle):
                 else:
                     self._end(sequence, f"unschedulable: {refusal}")
                 return False
-            if not queue and passed:
-                passed.append(sequence)  # requests about to end will make room
+            if not queue and (passed or self.manager.images_in_flight):
+                # Results that are still to be read make room: giving up pages now would only repeat the work.
+                passed.append(sequence)
                 return False
             victim = queue.pop() if queue else sequence
             self._preempt(victim)

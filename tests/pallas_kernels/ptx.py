@@ -35,6 +35,12 @@ def logic(a, b, c, table):
     return result
 
 
+def half_pair(pair):
+    """cvt.rn.f16x2.e4m3x2 of the E4M3 codes in the two low bytes."""
+    codes = np.stack([pair & 255, pair >> 8 & 255], axis=-1).astype(np.uint8)
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint32)[..., 0]
+
+
 def run(text, operands):
     """Executes `text`; operands: name -> uint32 array. Returns every register."""
     words = dict(operands)
@@ -43,16 +49,23 @@ def run(text, operands):
     def value(token):
         return words[token] if token in words else np.full(shape, int(token, 0), np.uint32)
 
-    for line in text.strip().strip("{}").split(";"):
+    for line in text.strip().removeprefix("{").removesuffix("}").split(";"):
         line = line.strip()
         if not line or line.startswith(".reg"):
             continue
         operation, arguments = line.split(None, 1)
-        target, *tokens = re.split(r",\s*", arguments)
-        if operation == "mov.b32":
+        target, *tokens = re.split(r",\s*(?![^{]*})", arguments)
+        if operation == "mov.b32" and target.startswith("{"):
+            low, high = re.split(r",\s*", target.strip("{}"))
+            words[low], words[high] = value(tokens[0]) & np.uint32(0xFFFF), value(tokens[0]) >> np.uint32(16)
+        elif operation == "cvt.rn.f16x2.e4m3x2":
+            words[target] = half_pair(value(tokens[0]))
+        elif operation == "mov.b32":
             words[target] = value(tokens[0])
         elif operation == "shl.b32":
             words[target] = value(tokens[0]) << np.uint32(int(tokens[1]))
+        elif operation == "shr.b32":
+            words[target] = value(tokens[0]) >> np.uint32(int(tokens[1]))
         elif operation == "and.b32":
             words[target] = value(tokens[0]) & value(tokens[1])
         elif operation == "prmt.b32":

@@ -548,12 +548,28 @@ def test_a24_requests_that_outgrow_the_pool_together_all_finish(switches, mode):
 def test_preemption_takes_the_newest_request_first():
     driver = make_driver(num_pages=4, max_num_seqs=3, enable_prefix_caching=False)
     for number in range(3):
-        driver.add(number, prompt(20 + number, number), greedy(40))
+        driver.add(number, prompt(24 - 2 * number, number), greedy(40))
     steps_until(driver, lambda: driver.scheduler.counters.preemptions > 0)
+    # Request 0 takes the fourth page; request 1 needs one next and the last in line gives way.
     assert [item.request_id for item in driver.scheduler.waiting] == [2]
     driver.run()
     for number in range(3):
-        check_tokens(driver, number, prompt(20 + number, number), 40)
+        check_tokens(driver, number, prompt(24 - 2 * number, number), 40)
+
+
+def test_decode_batches_narrower_than_the_running_requests_take_turns():
+    driver = make_driver(decode_buckets=(1, 2), max_num_seqs=4)
+    items = [driver.add(number, prompt(20 + number, number), greedy(30)) for number in range(3)]
+    driver.step()
+    driver.step()
+    for _ in range(12):
+        driver.step()
+        counts = [item.num_output_tokens for item in items]
+        assert max(counts) - min(counts) <= 2
+    assert {batch.num_requests for batch in driver.log if batch.phase is Phase.DECODE} == {2}
+    driver.run()
+    for number in range(3):
+        check_tokens(driver, number, prompt(20 + number, number), 30)
 
 
 def test_a_preempted_request_goes_to_the_head_of_the_queue():
@@ -595,6 +611,19 @@ def test_an_image_that_leaves_no_room_for_the_request_is_not_waited_for():
     driver.add("short", ids[:70], greedy(4))
     driver.run(200)
     check_tokens(driver, "short", ids[:70], 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_waits_for_the_image_it_restored_instead_of_preempting_itself(mode):
+    units = make_driver(**COPY).scheduler.geometry.units_per_image
+    driver = make_driver(**COPY, mode=mode, num_pages=3 + units, state_checkpoint_interval_tokens=-1)
+    ids = prompt(96)
+    driver.add("warm", ids, greedy(1))
+    driver.run()
+    driver.add("again", ids, greedy(6))
+    driver.run(200)
+    assert check_tokens(driver, "again", ids, 6).cached_tokens == 64
+    assert driver.scheduler.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
