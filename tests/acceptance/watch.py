@@ -21,6 +21,7 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools, poison
 from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
 from scheduler.states import StateMaintenanceOps
 
 
@@ -33,6 +34,7 @@ class Watch:
       logits: (request, tokens before) -> [V], of every row that gave a token.
       log: batches, oldest first.
       shapes: static shapes, one a batch.
+      histories: cursor histories compared.
       worst: largest relative error of logits that a comparison saw.
       examiners: called after every step with its batch, its arrays (all tokens known) and its logits.
     """
@@ -42,6 +44,7 @@ class Watch:
         self.logits: dict[tuple, NDArray[np.float32]] = {}
         self.log: list[ScheduledBatch] = []
         self.shapes: list[StepShape] = []
+        self.histories = 0
         self.worst = 0.0
         self.examiners: list[Callable[[ScheduledBatch, BatchStep, NDArray[np.float32]], None]] = []
         self._scheduler = scheduler
@@ -51,6 +54,8 @@ class Watch:
         self._page_owners: dict[int, tuple] = {}
         self._slot_owners: dict[int, tuple] = {}
         self._after: Pools | None = None
+        self._cursors: dict[int, list[tuple[Sequence, int, NDArray[np.int32]]]] = {}
+        self._compress_ids = compress_ids
         self.checker = InvariantChecker(
             scheduler,
             read_cursor=lambda slot: self._after.cursor[slot],
@@ -67,6 +72,20 @@ class Watch:
     def returned(self, batch: ScheduledBatch | None, outputs: list) -> None:
         """`postprocess` or `take_outputs` returned."""
         self.checker.returned(batch, outputs)
+        if batch is not None:
+            self._check_histories(batch)
+
+    def _check_histories(self, batch: ScheduledBatch) -> None:
+        """Invariant 8 of a decode step, whose input token was not final when it ran."""
+        for sequence, generation, cursor in self._cursors.pop(batch.index, ()):
+            position = int(cursor[0])
+            if sequence.generation == generation and position <= sequence.num_finalized_tokens:
+                expected = sequence.history(position, len(cursor) - 1)
+                alive = expected >= 0
+                expected[alive] = self._compress_ids(expected[alive])
+                what = f"invariant 8: history of {sequence.request_id!r} at {position}"
+                assert cursor[1:].tolist() == expected.tolist(), what
+                self.histories += 1
 
     # A step --------------------------------------------------------------------------------------------------
 
@@ -93,6 +112,12 @@ class Watch:
         for examine in self.examiners:
             examine(batch, arrays, logits)
         self.checker.executed(batch)
+        self._cursors[batch.index] = [
+            (self._scheduler.sequence(request_id), generation, self._after.cursor[slot])
+            for request_id, generation, slot in zip(
+                batch.request_ids, batch.generations, batch.slots.tolist(), strict=True
+            )
+        ]
         return output
 
     def _record(self, batch: ScheduledBatch, logits: NDArray[np.float32]) -> None:
