@@ -94,7 +94,15 @@ async def soak(url: str, clients: int, seconds: float, seed: int = 0) -> dict[st
         if final["v41jax_slots_free"] != start["v41jax_slots_free"]:
             faults.append(f"{final['v41jax_slots_free']} slots are free, {start['v41jax_slots_free']} were before")
         tokens = final["v41jax_generated_tokens_total"] - start["v41jax_generated_tokens_total"]
-    return {"clients": clients, "seconds": seconds, **counts, "tokens": tokens, "faults": faults}
+        grown = final["process_resident_memory_bytes"] - start["process_resident_memory_bytes"]
+    return {
+        "clients": clients,
+        "seconds": seconds,
+        **counts,
+        "tokens": tokens,
+        "memory_growth_bytes": grown,
+        "faults": faults,
+    }
 
 
 def main() -> None:

@@ -72,6 +72,11 @@ class BlockManager:
         images = self.images.evictable_units(excluding_image) if self.images is not None else 0
         return self.pool.num_free + images
 
+    @property
+    def images_in_flight(self) -> bool:
+        """Some image is held by a store or a restore whose batch has not completed."""
+        return self.images is not None and self.images.num_in_flight > 0
+
     # Admission -----------------------------------------------------------------------------------------------
 
     def find_hit(self, sequence: Sequence, length: int) -> PrefixHit:

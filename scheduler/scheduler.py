@@ -82,7 +82,8 @@ class Scheduler(Lifecycle):
         tables = self.manager.tables
         if planned:
             ops = self._drain_ops(tuple(item.restore for item in planned if item.restore is not None))
-            batch = assemble_prefill(index, planned, tables, history, self.decoder_replay, ops)
+            block = self.geometry.block_size
+            batch = assemble_prefill(index, planned, tables, block, history, self.decoder_replay, ops)
             self.counters.prefill_steps += 1
             self.counters.rows_replayed += int((batch.resumes - batch.starts).sum())
         else:
@@ -202,8 +203,9 @@ class Scheduler(Lifecycle):
                 else:
                     self._end(sequence, f"unschedulable: {refusal}")
                 return False
-            if not queue and passed:
-                passed.append(sequence)  # requests about to end will make room
+            if not queue and (passed or self.manager.images_in_flight):
+                # Results that are still to be read make room: giving up pages now would only repeat the work.
+                passed.append(sequence)
                 return False
             victim = queue.pop() if queue else sequence
             self._preempt(victim)

@@ -10,8 +10,10 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import Checkpoint, available_scopes
 from checkpoints.synthesize import synthesize
 from scheduler.batch import DEAD
+from scheduler.buckets import Buckets
 from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, RuntimeConfigError, validate_runtime_config
+from scheduler.scheduled_batch import Phase
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SamplingParams
 from tests.helpers import models
@@ -44,13 +46,25 @@ CONFIG = EngineConfig(
 GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 
 
+class FewShapes(Buckets):
+    """One shape of prefill steps without decoder replay, two with it; each is compiled with and without images."""
+
+    def shape(self, batch):
+        shape = super().shape(batch)
+        if batch.phase is Phase.DECODE:
+            return shape
+        return shape._replace(outputs=min(shape.outputs, 1) * 4 if batch.decoder_replay else 4)
+
+
 class Engines:
     """Engines of different options over one runner, so that every test uses the same compiled programs."""
 
     def __init__(self, base: Engine):
         self.base = base
         runner = base.core.runner
-        self.buckets = dataclasses.replace(base.core.buckets, prefill_requests=(4,), prefill_pages=(10,))
+        self.buckets = FewShapes(
+            decode_requests=(4,), prefill_rows=(128,), prefill_requests=(4,), prefill_pages=(10,), decode_pages=(10,)
+        )
         with Checkpoint.open(models.directory(NAME)) as checkpoint:
             self.view = ModelView.from_config(checkpoint.config)
         self.runner = runner
@@ -266,9 +280,11 @@ def test_a_prefix_hit_over_an_image_never_encodes_it(engines, prompts, alone, re
     assert statistics["vision_encoded"] == (2 if replay else 1)
 
 
-def test_a25_a_replay_that_starts_inside_a_span_sees_a_dead_history(engines, prompts):
+@pytest.mark.parametrize("decoder", [False, True], ids=["every row", "decoder tail"])
+def test_a25_a_replay_that_starts_inside_a_span_sees_a_dead_history(engines, prompts, decoder):
     """Runtime specification, scenario A25: spans across chunks and across the replay start."""
-    options = {"encoder_swa_bounded_replay": True, "long_prefill_token_threshold": PAGE}
+    options = {"encoder_swa_bounded_replay": True, "decoder_swa_bounded_replay": decoder}
+    options["long_prefill_token_threshold"] = PAGE
     later = dataclasses.replace(prompts[0], tokens=(*prompts[0].tokens[:-9], *[7] * 9))
     span, last = prompts[0].images.spans
     assert 96 < last.start + last.length <= len(later.tokens) - 9
@@ -303,6 +319,30 @@ def test_equal_ids_with_another_image_share_the_text_before_it_and_nothing_else(
     assert results[0].tokens == results[1].tokens
     for each, result in zip((other_last, other_first), results[2:], strict=True):
         assert result.tokens == engines(enable_prefix_caching=False).generate([each])[0].tokens
+
+
+def test_a_short_last_chunk_backs_off_into_a_span(engines, vision):
+    """Decoder replay wants a whole window in the last forward: it recomputes image rows and their dead history."""
+    image = encoded(random_picture(100, 80))
+    prompt = engines.base.prompt_with_images([5, 6, 7, 8, 9, 10, 11, 12, IMAGE, 13, 14], [image], GREEDY)
+    (span,) = prompt.images.spans
+    assert (span.start, span.start + span.length, len(prompt.tokens)) == (8, 64, 66)
+    options = {"decoder_swa_bounded_replay": True, "encoder_swa_bounded_replay": True}
+    whole = engines(**options).generate([prompt])[0].tokens
+    engine = engines(**options, max_num_batched_tokens=64)
+    batches = record_batches(engine)
+    assert engine.generate([prompt])[0].tokens == whole
+    assert [batch.starts.tolist() for batch in batches[:2]] == [[0], [32]]
+    assert batches[1].history.tolist() == [[DEAD] * 3] and batches[1].image_rows.sum() == 32
+    assert engine.core.images.encoded == 1
+
+
+def test_an_image_of_one_window_needs_no_other_decoder_rows(engines, vision):
+    """Then the decoder's tail is the whole prompt, and its rows must still be routed as image rows."""
+    prompt = engines.base.prompt_with_images([IMAGE], [random_image(vision, 4, 4, seed=6)], GREEDY)
+    assert len(prompt.tokens) == vision.downsample_ratio**2 - 1 == engines.view.window_size
+    tail = engines(decoder_swa_bounded_replay=True).generate([prompt])[0].tokens
+    assert tail == engines().generate([prompt])[0].tokens
 
 
 def record_batches(engine):

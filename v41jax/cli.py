@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import checkpoint, generate, logits, serve
+from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
 
 app = typer.Typer(
     name="v41jax",
@@ -20,9 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
 app.command("logits")(logits.logits)
 app.command("serve")(serve.serve)
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+bench.command("serve")(bench_serve.serve)
+app.add_typer(bench, name="bench")
 
 
 def fault_lines(error: Exception) -> list[str]:

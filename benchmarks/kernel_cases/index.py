@@ -23,9 +23,22 @@ HEADS, WIDTH, ROWS_IN_PAGE = 32, 128, 128
 TOPK, BLOCK, CANDIDATES = 512, 8, 2048
 ROW_BYTES = {"fp8": WIDTH + 4, "fp4": WIDTH // 2 + 4}
 QUERY_BYTES = HEADS * WIDTH * 2 + HEADS * 4
-DECODE_CONFIGS = [(1, 64, 2, 4, 2), (1, 64, 8, 4, 3), (1, 128, 1, 4, 2), (1, 128, 4, 4, 3), (1, 128, 8, 4, 4)]
-PREFILL_CONFIGS = [(8, 64, 16, 4, 2), (4, 128, 8, 4, 2), (4, 128, 8, 8, 2), (8, 128, 16, 8, 2), (4, 64, 16, 4, 3)]
-"""Other `index_scores.triton.Config`s: rows, keys, tiles, warps, stages."""
+DECODE_CONFIGS = [
+    (1, 1, 128, 8, 4, 4),
+    (1, 1, 128, 16, 4, 5),
+    (1, 1, 64, 16, 4, 4),
+    (1, 1, 256, 8, 8, 3),
+    (1, 1, 64, 8, 4, 3),
+]
+VERIFY_CONFIGS = [(6, 4, 64, 8, 4, 2), (2, 2, 64, 8, 4, 2), (6, 2, 128, 8, 8, 2), (3, 2, 64, 16, 4, 2)]
+PREFILL_CONFIGS = [
+    (8, 8, 64, 16, 4, 2),
+    (4, 4, 64, 16, 4, 2),
+    (8, 2, 64, 16, 4, 2),
+    (8, 8, 128, 8, 8, 2),
+    (8, 1, 64, 16, 4, 2),
+]
+"""Other `index_scores.triton.Config`s: rows, rows together, keys, tiles, warps, stages."""
 LARGEST_XLA = 2**27
 """Scores past which XLA's form takes too long to be worth device time."""
 
@@ -88,8 +101,8 @@ def _score_cases(shapes: list[tuple[int, int, int]]) -> Iterator[Case]:
                 variants = {}
             variants["pallas"] = functools.partial(call, implementation="pallas")
             configs: list[tuple[int, ...]] = []
-            if (rows, requests) in ((64, 64), (4096, 1)):
-                configs = DECODE_CONFIGS if rows == requests else PREFILL_CONFIGS
+            if (rows, requests) in ((64, 64), (384, 64), (4096, 1)):
+                configs = {64: DECODE_CONFIGS, 384: VERIFY_CONFIGS, 4096: PREFILL_CONFIGS}[rows]
             yield Case(
                 "index_scores",
                 f"{index_format} {rows} rows of {requests} x {context}",

@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.index_plane import float16_query, relative_scales
-from pallas_kernels.index_scores.triton import decoded_parts, packed_view, split_of, split_query
+from pallas_kernels.index_plane import float16_query
+from pallas_kernels.triton_index_keys import decoded_fp4, decoded_fp8, packed_view, split_of, split_query
+from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
@@ -29,10 +30,15 @@ class Config:
       num_warps, num_stages: of one program.
     """
 
-    keys: int = 128
-    tiles: int = 2
-    num_warps: int = 4
-    num_stages: int = 2
+    keys: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+
+
+def config_for(rows: int) -> Config:
+    """The configuration for a batch of `rows`: short programs while there are few of them."""
+    return Config(keys=64, tiles=1 if rows < 16 else 4, num_warps=4, num_stages=2)
 
 
 def candidate_scores(
@@ -55,19 +61,20 @@ def candidate_scores(
     width = blocks * block_size
     if rows == 0 or width == 0 or block_tables.size == 0:
         return jnp.full((rows, width), -jnp.inf, jnp.float32)
-    config = config or Config()
+    config = config or config_for(rows)
     operand, weights = float16_query(query, head_weights, index_format)
-    elements = packed_view(values)
+    elements = packed_view(values, index_format)
     split = split_of(elements, index_format)
     rows_in_page = values.shape[1]
     plgpu = backend.triton()
+    heads, cuda = query.shape[1], packed_instructions()
 
     def kernel(query_ref, weights_ref, visible_ref, batch_ref, tables_ref, values_ref, scales_ref, list_ref, out_ref):
         row = pl.program_id(1)
         first = pl.program_id(0) * (config.keys * config.tiles)
         request = jnp.maximum(batch_ref[row], 0)
         bound = jnp.where(batch_ref[row] >= 0, visible_ref[row], 0)
-        queries = [query_ref[row, s] for s in range(split)]
+        queries = [query_ref[s, pl.ds(row * heads, heads), :] for s in range(split)]
         head_weights = weights_ref[row]
 
         def step(tile, carry):
@@ -89,10 +96,9 @@ def candidate_scores(
             def _():
                 stored = values_ref[pages, offsets, :]
                 if index_format == "fp8":
-                    group_scale, row_scale = None, scales_ref[pages, offsets]
+                    keys, row_scale = decoded_fp8(stored), scales_ref[pages, offsets]
                 else:
-                    group_scale, row_scale = relative_scales(scales_ref[pages, offsets, :])
-                keys = decoded_parts(stored, split, group_scale)
+                    keys, row_scale = decoded_fp4(stored, scales_ref[pages, offsets, :], cuda)
                 dots = [jnp.dot(k, q.T, preferred_element_type=jnp.float32) for k, q in zip(keys, queries)]
                 terms = jnp.maximum(sum(dots[1:], dots[0]), 0) * head_weights[None, :]
                 write(jnp.where(seen, jnp.sum(terms, axis=1) * row_scale, -jnp.inf))

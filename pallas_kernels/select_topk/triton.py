@@ -53,8 +53,7 @@ class Config:
 def config_for(rows: int, width: int, k: int) -> Config:
     """The configuration for `rows` rows of `width` scores."""
     capacity = max(8192, 4 * next_power_of_two(k))
-    few = rows <= 128 or width > capacity
-    return Config(capacity=capacity, chunk=4096, pick_warps=16 if few else 8, level_warps=4)
+    return Config(capacity=capacity, chunk=4096, pick_warps=16 if rows <= 512 else 8, level_warps=4)
 
 
 def unsupported(rows: int, width: int, k: int) -> str | None:

@@ -23,6 +23,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.triton import dialect as triton_dialect
 
+from pallas_kernels import backend
+
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 TARGETS = ("gfx942", "gfx950", "sm_90")
@@ -82,7 +84,13 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any], platform: str = 
                     yield child.operation
                     yield from walk(child.operation)
 
-    module = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    # A function of its own: one traced before would keep the target it was traced for.
+    module = (
+        jax.jit(lambda *operands: fn(*operands))
+        .trace(*args)
+        .lower(lowering_platforms=(platform,))
+        .compiler_ir("stablehlo")
+    )
     kernels = []
     for operation in walk(module.operation):
         if operation.name != "stablehlo.custom_call" or "mhlo.backend_config" not in operation.attributes:
@@ -161,7 +169,9 @@ def _simplified(text: str) -> str:
 
 def compile_for_gpu(fn: Callable[..., Any], args: Sequence[Any], target: str) -> list[GpuBuild]:
     """Compiles every Triton-route kernel in `fn(*args)` for `target`, one of `TARGETS`."""
-    kernels = triton_kernels(fn, args, "cuda" if target.startswith("sm_") else "rocm")
+    platform = "cuda" if target.startswith("sm_") else "rocm"
+    with backend.use_target(backend.Target("triton", platform)):
+        kernels = triton_kernels(fn, args, platform)
     if not kernels:
         raise ValueError("the function holds no Triton kernel")
     return [compile_kernel(kernel, target) for kernel in kernels]

@@ -17,6 +17,7 @@ import openai
 from checkpoints.synthesize import synthesize
 from scheduler.buckets import Buckets
 from scheduler.runtime_config import EngineConfig
+from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN
 from tests.helpers.tokenizers import family_file
 from v41jax.config import ModelConfig
@@ -59,9 +60,10 @@ def write_checkpoint(directory: Path) -> Path:
 
 
 def open_engine(directory: Path, config: EngineConfig = CONFIG) -> Engine:
-    """An engine with one program a phase, compiled at first use."""
+    """An engine with one program a phase, compiled."""
     engine = Engine.from_checkpoint(directory, config, warm_up=False)
     engine.core.buckets = ONE_OF_EACH
+    engine.generate([engine.prompt("Compile.", SamplingParams(max_tokens=2, ignore_eos=True))])
     return engine
 
 

@@ -332,6 +332,8 @@ class StubRunner:
         mine = plan.tail_requests == request
         rows = plan.tail_rows[mine] - item["low"]
         assert (item["positions"][rows] == plan.tail_positions[mine]).all()
+        if step.preparation[request] == Preparation.REWIND:
+            assert (plan.tail_positions[mine] >= item["write_from"]).all(), "an approximated row overwrites a tail"
         self.tails[slot, plan.tail_positions[mine] % self.geometry.ring_c] = pairs[rows]
         size = self.geometry.history_size
         self.cursor[slot] = [item["start"] + length, *item["lookback"][len(item["lookback"]) - size :]]

@@ -49,7 +49,7 @@ def test_the_gpu_kernel_equals_the_full_scan_at_the_candidates(index_format):
         jnp.asarray(candidates),
         block_size=8,
         index_format=index_format,
-        config=triton.Config(keys=16),
+        config=triton.Config(keys=16, tiles=2, num_warps=4, num_stages=2),
         interpret=True,
     )
     assert_scores(found, expected_scores(case, candidates, 8))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import backend
+from pallas_kernels import backend, triton_index_keys
 from pallas_kernels.index_scores import index_scores, triton, xla
 from tests.pallas_kernels.index_oracle import decode_plane, index_case, scores_oracle
 
@@ -31,9 +31,9 @@ def test_scores_equal_the_oracle_whatever_lies_past_the_bounds(index_format, row
 @pytest.mark.parametrize(
     ("rows", "requests", "config"),
     [
-        (7, 5, triton.Config(1, 16, 2, 4, 2)),
-        (11, 3, triton.Config(4, 32, 1, 4, 2)),
-        (9, 1, triton.Config(8, 16, 3, 4, 2)),
+        (7, 5, triton.Config(1, 1, 16, 2, 4, 2)),
+        (11, 3, triton.Config(6, 4, 32, 1, 4, 2)),
+        (9, 1, triton.Config(8, 4, 16, 3, 4, 2)),
     ],
     ids=["a row a program, tiles in a page", "rows of several requests, tiles over pages", "a group of one request"],
 )
@@ -43,13 +43,12 @@ def test_the_gpu_kernel_equals_the_oracle(index_format, rows, requests, config):
     assert_scores(found, scores_oracle(case))
 
 
-@pytest.mark.parametrize("index_format", ["fp8", "fp4"])
-def test_the_gpu_kernel_reads_planes_past_32_bit_offsets_as_16_bit_elements(index_format, monkeypatch):
-    case = index_case(2, index_format=index_format, rows=3, requests=2, columns=2, heads=16, padding=0)
-    monkeypatch.setattr(triton, "LARGEST_OFFSET", case.values.size)
-    assert triton.packed_view(case.arrays[5]).dtype == jnp.uint16
-    config = triton.Config(1, 16, 2, 4, 2)
-    found = triton.index_scores(*case.arrays, index_format=index_format, config=config, interpret=True)
+def test_the_gpu_kernel_reads_fp8_planes_past_32_bit_offsets_as_16_bit_elements(monkeypatch):
+    case = index_case(2, index_format="fp8", rows=3, requests=2, columns=2, heads=16, padding=0)
+    monkeypatch.setattr(triton_index_keys, "LARGEST_OFFSET", case.values.size)
+    assert triton.packed_view(case.arrays[5], "fp8").dtype == jnp.uint16
+    config = triton.Config(1, 1, 16, 2, 4, 2)
+    found = triton.index_scores(*case.arrays, index_format="fp8", config=config, interpret=True)
     assert_scores(found, scores_oracle(case))
 
 
@@ -59,7 +58,7 @@ def test_group_scales_far_apart_are_exact_to_float32():
     case.scales[:, 1::2, 1] = 1
     case.decoded = decode_plane(case.values, case.scales, "fp4")
     case.visible[:] = 16
-    config = triton.Config(1, 16, 1, 4, 2)
+    config = triton.Config(1, 1, 16, 1, 4, 2)
     found = triton.index_scores(*case.arrays, index_format="fp4", config=config, interpret=True)
     assert_scores(found, scores_oracle(case), tolerance=1e-6)
 

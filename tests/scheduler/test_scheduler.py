@@ -548,12 +548,28 @@ def test_a24_requests_that_outgrow_the_pool_together_all_finish(switches, mode):
 def test_preemption_takes_the_newest_request_first():
     driver = make_driver(num_pages=4, max_num_seqs=3, enable_prefix_caching=False)
     for number in range(3):
-        driver.add(number, prompt(20 + number, number), greedy(40))
+        driver.add(number, prompt(24 - 2 * number, number), greedy(40))
     steps_until(driver, lambda: driver.scheduler.counters.preemptions > 0)
+    # Request 0 takes the fourth page; request 1 needs one next and the last in line gives way.
     assert [item.request_id for item in driver.scheduler.waiting] == [2]
     driver.run()
     for number in range(3):
-        check_tokens(driver, number, prompt(20 + number, number), 40)
+        check_tokens(driver, number, prompt(24 - 2 * number, number), 40)
+
+
+def test_decode_batches_narrower_than_the_running_requests_take_turns():
+    driver = make_driver(decode_buckets=(1, 2), max_num_seqs=4)
+    items = [driver.add(number, prompt(20 + number, number), greedy(30)) for number in range(3)]
+    driver.step()
+    driver.step()
+    for _ in range(12):
+        driver.step()
+        counts = [item.num_output_tokens for item in items]
+        assert max(counts) - min(counts) <= 2
+    assert {batch.num_requests for batch in driver.log if batch.phase is Phase.DECODE} == {2}
+    driver.run()
+    for number in range(3):
+        check_tokens(driver, number, prompt(20 + number, number), 30)
 
 
 def test_a_preempted_request_goes_to_the_head_of_the_queue():
@@ -567,6 +583,34 @@ def test_a_preempted_request_goes_to_the_head_of_the_queue():
     driver.run()
     for number in range(4):
         check_tokens(driver, number, prompt(20 + number, number), 10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_decode_keeps_images_at_boundaries_but_not_on_the_last_step(mode):
+    driver = make_driver(**COPY, mode=mode, num_pages=100)
+    driver.add("a", prompt(30), greedy(67))  # its last row, at position 95, would end on a boundary
+    driver.add("b", prompt(3, 1), greedy(150))
+    item = driver.scheduler.sequence("a")
+    driver.step()
+    slot = item.slot
+    driver.run()
+    stored = {"a": [], "b": []}
+    for batch in driver.log:
+        for store in batch.ops.stores:
+            stored["a" if store.slot == slot else "b"].append(store.position)
+    assert stored == {"a": [32, 64], "b": [32, 64, 96, 128]}
+    check_tokens(driver, "a", prompt(30), 67)
+
+
+def test_the_image_a_request_restored_counts_as_its_last_kept_one():
+    driver = make_driver(**COPY, num_pages=100, state_checkpoint_interval_tokens=2 * PAGE)
+    driver.add("warm", prompt(100), greedy(2))
+    driver.run()
+    before = len(driver.log)
+    driver.add("again", prompt(100), greedy(80))
+    driver.run()
+    assert check_tokens(driver, "again", prompt(100), 80).cached_tokens == 96
+    assert [store.position for batch in driver.log[before:] for store in batch.ops.stores] == [160]
 
 
 def test_an_image_goes_with_the_page_that_covers_it():
@@ -595,6 +639,19 @@ def test_an_image_that_leaves_no_room_for_the_request_is_not_waited_for():
     driver.add("short", ids[:70], greedy(4))
     driver.run(200)
     check_tokens(driver, "short", ids[:70], 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_waits_for_the_image_it_restored_instead_of_preempting_itself(mode):
+    units = make_driver(**COPY).scheduler.geometry.units_per_image
+    driver = make_driver(**COPY, mode=mode, num_pages=3 + units, state_checkpoint_interval_tokens=-1)
+    ids = prompt(96)
+    driver.add("warm", ids, greedy(1))
+    driver.run()
+    driver.add("again", ids, greedy(6))
+    driver.run(200)
+    assert check_tokens(driver, "again", ids, 6).cached_tokens == 64
+    assert driver.scheduler.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -712,6 +769,22 @@ def test_results_are_read_in_order_and_not_too_late():
     immediate.scheduler.schedule()
     with pytest.raises(RuntimeError, match="1 batches wait"):
         immediate.scheduler.schedule()
+
+
+def test_a_chunk_ships_only_the_pages_it_can_see():
+    driver = make_driver()
+    item = driver.add("a", prompt(300), greedy(4))
+    batch = driver.scheduler.schedule()
+    assert len(item.block_table) == 10
+    assert (batch.block_tables.shape, batch.table_lengths.tolist()) == ((1, 1), [1])
+    wide = make_driver(max_num_batched_tokens=4 * PAGE)
+    wide.add("a", prompt(40), greedy(4))
+    wide.step()
+    wide.add("b", prompt(300, 1), greedy(4))
+    batch = wide.scheduler.schedule()
+    assert batch.request_ids == ("a", "b")
+    assert batch.table_lengths.tolist() == [2, 1]
+    assert batch.block_tables[1, 1] == 0
 
 
 def test_a_batch_does_not_change_with_its_requests():

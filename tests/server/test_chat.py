@@ -5,7 +5,15 @@ import json
 import pytest
 
 from tests.helpers import forced, servers
-from v41jax.protocol.tokens import CALLS_CLOSE, CALLS_OPEN, CONTROL_TOKENS, INVOKE_CLOSE, INVOKE_OPEN, PARAMETER_CLOSE
+from v41jax.protocol.tokens import (
+    CALLS_CLOSE,
+    CALLS_OPEN,
+    CONTROL_TOKENS,
+    IMAGE,
+    INVOKE_CLOSE,
+    INVOKE_OPEN,
+    PARAMETER_CLOSE,
+)
 
 QUESTION = [{"role": "user", "content": "Name a prime."}]
 NO_THINKING = {"thinking": {"type": "disabled"}}
@@ -102,7 +110,7 @@ def test_thinking_can_be_turned_off_and_is_then_absent(client, engine):
 
 
 def test_tool_calls_arrive_whole_and_in_fragments(client, engine):
-    options = {"tools": [WEATHER], "max_tokens": 120}
+    options = {"tools": [WEATHER], "max_tokens": 120, "temperature": 0}
     with forced.replies(engine, *[f"I must look.</think>A moment.\n\n{CALL}"] * 2):
         whole = ask(client, **options)
         chunks, choices = joined(ask(client, stream=True, **options))
@@ -128,7 +136,7 @@ def test_a_call_cut_by_the_limit_is_reported_as_length(client, engine):
 def test_tool_choice_none_hides_tools_and_calls(client, engine):
     plain = ask(client, max_tokens=1).usage.prompt_tokens
     with forced.replies(engine, f"</think>{CALL}"):
-        reply = ask(client, tools=[WEATHER], tool_choice="none", max_tokens=120)
+        reply = ask(client, tools=[WEATHER], tool_choice="none", max_tokens=120, temperature=0)
     assert reply.usage.prompt_tokens == plain
     assert reply.choices[0].message.tool_calls is None and reply.choices[0].finish_reason == "stop"
 
@@ -139,7 +147,7 @@ def test_a_conversation_sent_back_hits_the_pages_it_filled(client, engine):
     spelled = [token for letter in "a prime number is odd or two " * 3 for token in tokenizer.encode(letter)]
     assert spelled != tokenizer.encode("a prime number is odd or two " * 3)
     with forced.replies(engine, spelled):
-        first = ask(client, max_tokens=200, extra_body=NO_THINKING)
+        first = ask(client, max_tokens=200, temperature=0, extra_body=NO_THINKING)
     messages = [*QUESTION, first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Why?"}]
     second = ask(client, messages, max_tokens=2, extra_body=NO_THINKING)
     said = first.usage.prompt_tokens + first.usage.completion_tokens
@@ -183,10 +191,9 @@ def test_protocol_tokens_of_a_user_stay_text(http):
         body = {"messages": [{"role": "user", "content": content}]}
         return [token for token in http.post("/tokenize", json=body).json()["tokens"] if token in special]
 
-    definition = http.post("/tokenize", json={"prompt": "".join(CONTROL_TOKENS), "parse_special_tokens": True}).json()
-    special = set(definition["tokens"])
-    assert len(special) == len(CONTROL_TOKENS)
-    forged = "".join(token for token in CONTROL_TOKENS if "image" not in token)
+    forged = "".join(token for token in CONTROL_TOKENS if token != IMAGE)
+    special = set(http.post("/tokenize", json={"prompt": forged, "parse_special_tokens": True}).json()["tokens"])
+    assert len(special) == len(CONTROL_TOKENS) - 1
     assert controls(forged) == controls("Hello.")
 
 
@@ -207,6 +214,7 @@ def test_protocol_tokens_of_a_user_stay_text(http):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "far too long " * 1000}]}, "messages"),
     ],
 )

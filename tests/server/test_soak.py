@@ -7,7 +7,7 @@ from benchmarks.soak import soak
 
 def test_nothing_is_lost_mixed_or_left_after_many_clients(server):
     tasks_before = _server_tasks(server)
-    result = asyncio.run(soak(server.url, clients=8, seconds=8))
+    result = asyncio.run(soak(server.url, clients=8, seconds=6))
     assert result["faults"] == []
     assert result["whole"] >= 5 and result["left"] >= 1
     statistics = server.wait_until_idle()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +35,12 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", help="Seconds running requests get when the server stops.")
     ] = 30.0,
+    image_directory: Annotated[
+        list[Path] | None, typer.Option("--image-directory", help="file: images may be below it; repeatable.")
+    ] = None,
+    image_origin: Annotated[
+        list[str] | None, typer.Option("--image-origin", help="scheme://host[:port] to fetch from; repeatable.")
+    ] = None,
     warm_up: Annotated[bool, typer.Option("--warm-up/--no-warm-up", help="Compile before listening.")] = True,
 ) -> None:
     """Serve a checkpoint over HTTP until interrupted; running requests finish first."""
@@ -45,6 +50,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs the package {error.name!r}: install v41jax[server]") from error
     from v41jax.engine import Engine
+    from v41jax.image_sources import ImageSources
 
     variable = os.environ.get(KEY_VARIABLE)
     options = ServerOptions(
@@ -55,8 +61,7 @@ def serve(
         max_choices=max_choices,
         request_timeout_s=request_timeout,
         drain_timeout_s=drain_timeout,
+        image_sources=ImageSources(tuple(image_directory or ()), frozenset(image_origin or ())),
     )
     with Engine.from_checkpoint(model, engine_config, warm_up=warm_up) as engine:
-        server = make_server(create_app(engine, options), host, port)
-        print(f"serving {options.model_name} on http://{host}:{port}", file=sys.stderr)
-        server.run()
+        make_server(create_app(engine, options), host, port, announce=True).run()

@@ -137,7 +137,7 @@ class ChatAnswer:
         self._chat = chat
         self._created = int(time.time())
         self._choices = [_Choice(service, chat) for _ in chat.choices]
-        self._usage = Usage(len(chat.prompt.token_ids or ()))
+        self._usage = Usage(len(chat.choices[0].tokens))
 
     async def whole(self) -> dict[str, Any]:
         """Runs all choices to their end."""

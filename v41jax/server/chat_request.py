@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from v41jax.engine import Prompt
+from v41jax.image_sources import load_images
 from v41jax.protocol import (
     EncodedPrompt,
     Fault,
@@ -72,6 +73,7 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
     Raises:
       ProtocolError: with every fault.
       ApiError: the conversation does not fit, or ends where no assistant may write.
+      ImageError: an image that cannot be used, or an engine without vision.
     """
     fields = Fields(body)
     fields.attempt(lambda: service.check_model(dict(body)))
@@ -87,10 +89,6 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
     grammar = None if fields.faults else fields.attempt(lambda: _reply_grammar(service, fields, tools, choice))
     fields.check()
     assert params is not None and prompt is not None and prompt.token_ids is not None
-    if prompt.images:
-        raise ApiError(
-            400, "this server does not read images: send text only", param="messages", code="unsupported_content"
-        )
     if not prompt.expects_reply:
         raise ApiError(
             400,
@@ -99,9 +97,14 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
             code="invalid_value",
         )
     constraint = service.constraint(grammar, starts_in_reasoning=prompt.starts_in_reasoning)
+    tokens, images = prompt.token_ids, None
+    if prompt.images:
+        parts = [image.part for image in prompt.images]
+        seen = service.engine.prompt_with_images(tokens, load_images(parts, service.options.image_sources))
+        tokens, images = list(seen.tokens), seen.images
     try:
         choices = tuple(
-            make_prompt(service, prompt.token_ids, params, index, skip_special=skip_special, constraint=constraint)
+            make_prompt(service, tokens, params, index, skip_special=skip_special, constraint=constraint, images=images)
             for index in range(params.n)
         )
     except ApiError as error:

@@ -10,6 +10,7 @@ from v41jax.engine import Prompt
 from v41jax.protocol import ProtocolError
 from v41jax.protocol.errors import Fault, shorten
 from v41jax.protocol.json_text import unencodable
+from v41jax.protocol.tokens import IMAGE
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.fields import Fields
 from v41jax.server.generation import make_prompt
@@ -183,6 +184,9 @@ def _from_text(
         return None
     tokenizer = service.tokenizer
     ids = tokenizer.encode_with_control(text) if with_control else tokenizer.encode(text)
+    if with_control and IMAGE in text:
+        faults.append(Fault(where, f"contains {IMAGE}: send images to the chat endpoint"))
+        return None
     begin = (service.engine.core.runner.setup.config.bos_token_id,) if with_begin else ()
     return RawPrompt((*begin, *ids), len(begin))
 
@@ -191,10 +195,14 @@ def _from_ids(service: Service, ids: Any, where: str, faults: list[Fault]) -> Ra
     if not _is_list(ids) or not ids:
         faults.append(Fault(where, f"must be text or a non-empty list of token ids, got {shorten(ids)}"))
         return None
+    image = service.engine.core.runner.setup.config.image_token_id
     for place, token in enumerate(ids):
         if not _is_id(token) or not 0 <= token < service.vocabulary:
             rule = f"must be a token id below {service.vocabulary}"
             faults.append(Fault(f"{where}[{place}]", f"{rule}, got {shorten(token)}"))
+            return None
+        if token == image:
+            faults.append(Fault(f"{where}[{place}]", f"{token} stands for an image: send images to the chat endpoint"))
             return None
     return RawPrompt(tuple(ids), 0)
 

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from v41jax.image_planning import ImageError
 from v41jax.protocol import ProtocolError
 from v41jax.server.json_body import json_response
 from v41jax.tokenizer import TokenizerError
@@ -61,6 +62,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, ProtocolError):
         return ApiError(400, str(error), param=error.param, code="invalid_value")
+    if isinstance(error, ImageError):
+        return ApiError(400, str(error), param="messages", code="invalid_image")
     if isinstance(error, TokenizerError):
         return ApiError(400, str(error), code="invalid_value")
     _log.error("a request failed", exc_info=error)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from scheduler.sequence import SamplingParams as EngineSampling
 from v41jax.engine import Delta, Prompt, QueueFullError
 from v41jax.engine_core import StepFailedError
+from v41jax.engine_images import PromptImages
+from v41jax.image_leases import ImageCapacityError
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.errors import ApiError
 from v41jax.server.service import Service
@@ -39,6 +41,7 @@ def make_prompt(
     skip_special: bool,
     prompt_logprobs: bool = False,
     constraint: GrammarConstraint | None = None,
+    images: PromptImages | None = None,
 ) -> Prompt:
     """One choice for the engine.
 
@@ -50,6 +53,7 @@ def make_prompt(
       skip_special: leave control tokens out of the text.
       prompt_logprobs: log-probabilities of the prompt are wanted.
       constraint: what the reply must look like; every choice follows a copy.
+      images: of the prompt.
 
     Raises:
       ApiError: the prompt is empty, or longer than the model or the pool allows.
@@ -90,6 +94,7 @@ def make_prompt(
         skip_special=skip_special,
         timeout_s=service.options.request_timeout_s or None,
         constraint=None if constraint is None else constraint.copy(),
+        images=images,
     )
 
 
@@ -200,4 +205,8 @@ def _as_answer(error: Exception) -> Exception:
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, StepFailedError):
         return ApiError(500, "the engine failed while it answered", code="engine_failed")
+    if isinstance(error, ImageCapacityError) and not error.permanent:
+        return ApiError(429, str(error), code="images_full", headers={"Retry-After": "1"})
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error), code="invalid_value")
     return error

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from v41jax.image_sources import ImageSources
 from v41jax.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json"})
@@ -30,6 +31,7 @@ class ServerOptions:
       max_choices: choices of one request, over all its prompts.
       request_timeout_s: seconds after which a request ends unfinished; 0 never.
       drain_timeout_s: seconds that running requests get to finish when the server is asked to stop.
+      image_sources: where the images of a request may come from besides the request itself.
     """
 
     model_name: str
@@ -39,6 +41,7 @@ class ServerOptions:
     max_choices: int = 128
     request_timeout_s: float = 0.0
     drain_timeout_s: float = 30.0
+    image_sources: ImageSources = dataclasses.field(default_factory=ImageSources)
 
     def __post_init__(self) -> None:
         faults = []

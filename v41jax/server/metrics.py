@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 PREFIX = "v41jax"
@@ -70,6 +70,7 @@ class Metrics:
     def __init__(self, statistics: Callable[[], dict[str, Any]]):
         registry = self._registry = CollectorRegistry()
         registry.register(_EngineTotals(statistics))
+        ProcessCollector(registry=registry)
         self.first_token = Histogram(
             f"{PREFIX}_time_to_first_token_seconds",
             "From arrival to the first token.",
