@@ -530,7 +530,7 @@ class Engine:
     # Reports -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Queue, pages, totals, recompiles and recent step times, as plain values."""
+        """Queue, pages, totals, recompiles, recent step times and rows run by part of the model, as plain values."""
         scheduler = dataclasses.asdict(self.core.scheduler.statistics())
         times = list(self.core.step_times)
         count = max(len(times), 1)
@@ -544,6 +544,8 @@ class Engine:
             "live": len(self._live),
             "recompiles_after_warm_up": self.core.runner.recompiles,
             "steps_timed": len(times),
+            **{f"{name}_rows": count for name, count in self.core.scheduled_rows._asdict().items()},
+            **{f"computed_{name}_rows": count for name, count in self.core.computed_rows._asdict().items()},
             **host,
             **({} if self.core.images is None else self.core.images.statistics()),
         }

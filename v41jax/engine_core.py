@@ -24,6 +24,7 @@ from scheduler.sequence import RequestId, RequestOutput
 from v41jax.engine_images import EngineImages
 from v41jax.engram_lookup import EngramLookup
 from v41jax.logit_edits import EditPlanner
+from v41jax.row_counts import RowCounts, computed_rows_per_layer, rows_per_layer
 from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, empty_edits, sampling_inputs
 from v41jax.sampling import TokenScores
 
@@ -108,6 +109,8 @@ class EngineCore:
       scheduler: order, memory and outcomes.
       runner: weights, pools and programs.
       step_times: host times of recent steps, oldest first.
+      scheduled_rows: rows run by part of the model since the start, padding not counted.
+      computed_rows: same, with the padding of the buckets.
       edits: biases, penalties and constraints.
       scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
       prompt_scores: of the prompt tokens that the step before the latest computed; tokens computed again come again.
@@ -126,6 +129,8 @@ class EngineCore:
         self.runner = runner
         self.buckets = buckets
         self.step_times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
+        self.scheduled_rows = RowCounts()
+        self.computed_rows = RowCounts()
         self.scores: dict[RequestId, TokenScore] = {}
         self.prompt_scores: list[PromptScores] = []
         self.edits = EditPlanner(
@@ -196,6 +201,9 @@ class EngineCore:
         encoded = time.perf_counter()
         output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops, image_rows)
         dispatched = time.perf_counter()
+        window = self.runner.setup.geometry.window_size
+        self.scheduled_rows = self.scheduled_rows.plus(rows_per_layer(batch, window))
+        self.computed_rows = self.computed_rows.plus(computed_rows_per_layer(shape, window))
         self._in_flight = _InFlight(batch, output, scored, prompt_scored)
         self.step_times.append(
             StepTimes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from checkpoints.synthesize import synthesize
 from tests.helpers import golden
@@ -10,6 +11,7 @@ from v41jax.config import ModelConfig
 
 PAGE = 32
 WINDOW = 12
+IMAGE = 250
 BOUNDARY = 3
 """The first decoder layer."""
 
@@ -41,14 +43,26 @@ _TEXT = {
 }
 
 
-def replay_config() -> ModelConfig:
-    """The configuration."""
+SHORT = {
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 1, 1, 1],
+    "kv_source_layer_ids": [1],
+    "index_source_layer_ids": [1],
+    "candidate_source_layer_id": -1,
+    "engram_layer_ids": [0],
+    "dspark_target_layer_ids": [1, 2, 3],
+}
+"""Changes that leave four layers, all of the decoder tapped by the draft."""
+
+
+def replay_config(**changes) -> ModelConfig:
+    """The configuration, with changes of its text part."""
     root = json.loads((golden.directory("five-layer") / "config.json").read_text())
-    root["image_token_id"] = 250
-    root["text_config"] |= _TEXT
+    root["image_token_id"] = IMAGE
+    root["text_config"] |= _TEXT | changes
     return ModelConfig.from_dict(root)
 
 
-def write_checkpoint(path) -> None:
+def write_checkpoint(path: Path, **changes) -> None:
     """A random checkpoint of it."""
-    synthesize(path, replay_config(), seed=5, scopes=("text",))
+    synthesize(path, replay_config(**changes), seed=5, scopes=("text",))

@@ -585,6 +585,34 @@ def test_a_preempted_request_goes_to_the_head_of_the_queue():
         check_tokens(driver, number, prompt(20 + number, number), 10)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_decode_keeps_images_at_boundaries_but_not_on_the_last_step(mode):
+    driver = make_driver(**COPY, mode=mode, num_pages=100)
+    driver.add("a", prompt(30), greedy(67))  # its last row, at position 95, would end on a boundary
+    driver.add("b", prompt(3, 1), greedy(150))
+    item = driver.scheduler.sequence("a")
+    driver.step()
+    slot = item.slot
+    driver.run()
+    stored = {"a": [], "b": []}
+    for batch in driver.log:
+        for store in batch.ops.stores:
+            stored["a" if store.slot == slot else "b"].append(store.position)
+    assert stored == {"a": [32, 64], "b": [32, 64, 96, 128]}
+    check_tokens(driver, "a", prompt(30), 67)
+
+
+def test_the_image_a_request_restored_counts_as_its_last_kept_one():
+    driver = make_driver(**COPY, num_pages=100, state_checkpoint_interval_tokens=2 * PAGE)
+    driver.add("warm", prompt(100), greedy(2))
+    driver.run()
+    before = len(driver.log)
+    driver.add("again", prompt(100), greedy(80))
+    driver.run()
+    assert check_tokens(driver, "again", prompt(100), 80).cached_tokens == 96
+    assert [store.position for batch in driver.log[before:] for store in batch.ops.stores] == [160]
+
+
 def test_an_image_goes_with_the_page_that_covers_it():
     driver = make_driver(**COPY, num_pages=24)
     driver.add("a", prompt(70), greedy(2))
