@@ -1,11 +1,12 @@
 """A checkpoint directory opened strictly: the index, the headers and the schema must agree before a tensor is read.
 
-Tensors are read-only views of memory maps. Nothing is copied, cast or sharded here; `stream` walks over the tensors
-so that no more than one at a time stays resident.
+Tensors are read-only views of memory maps; nothing is copied, cast or sharded here. Pages of tensors handed out earlier
+are given back to the kernel on the way, so that walking over a checkpoint of any size keeps little of it resident.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,9 @@ from checkpoints.index_file import INDEX_NAME, Index, read_index
 from checkpoints.safetensors_file import MappedFile, TensorEntry, read_header
 from checkpoints.schema import BLOCK_OF_SCALE, SCOPES, TensorSpec, scope_of, tensor_schema
 from v41jax.config import ConfigError, ModelConfig
+
+RESIDENT_LIMIT = 2**27
+"""Bytes of tensors handed out before their pages are given back."""
 
 
 class Checkpoint:
@@ -41,6 +45,8 @@ class Checkpoint:
         self.schema = schema
         self._entries = entries
         self._files = {shard: MappedFile(directory / shard) for shard in {shard for shard, _ in entries.values()}}
+        self._handed_bytes = 0
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, directory: Path | str, scopes: Iterable[str] = ("text",)) -> Checkpoint:
@@ -75,34 +81,30 @@ class Checkpoint:
     def tensor(self, name: str) -> NDArray[Any]:
         """A read-only view of a tensor as stored: `float8_e4m3fn`, `bfloat16`, `float32`, or uint8 codes.
 
-        E8M0 scales and packed FP4 weights (low nibble first) are uint8. The view may be unaligned, and stays valid
-        after `close`.
+        E8M0 scales and packed FP4 weights (low nibble first) are uint8. The view may be unaligned, stays valid after
+        `close`, and does not stay resident: copy what is read often.
 
         Raises:
           KeyError: no such tensor in the opened scopes.
           CheckpointError: the checkpoint is closed, or its file changed since it was opened.
         """
         shard, entry = self._entry(name)
+        self._bound_resident_pages(entry.end - entry.begin)
         return self._files[shard].array(entry)
+
+    def _bound_resident_pages(self, coming: int) -> None:
+        """Gives pages back before `coming` bytes are handed out; a view still in use is read again on access."""
+        with self._lock:
+            if self._handed_bytes + coming > RESIDENT_LIMIT:
+                for file in self._files.values():
+                    file.give_back_pages()
+                self._handed_bytes = 0
+            self._handed_bytes += coming
 
     def location(self, name: str) -> tuple[Path, TensorEntry]:
         """The file of a tensor and its byte range there."""
         shard, entry = self._entry(name)
         return self.directory / shard, entry
-
-    def release(self, name: str) -> None:
-        """Lets the kernel drop the resident pages of a tensor that was copied elsewhere."""
-        shard, entry = self._entry(name)
-        self._files[shard].release(entry)
-
-    def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yields `(name, view)` in the given order (default: all) and releases each before the next.
-
-        Copy what is to be kept: resident memory then never exceeds what is kept plus one tensor.
-        """
-        for name in self.names if names is None else names:
-            yield name, self.tensor(name)
-            self.release(name)
 
     def close(self) -> None:
         """Closes every file; closing again does nothing."""
@@ -122,6 +124,15 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def available_scopes(directory: Path | str) -> frozenset[str]:
+    """Scopes of which a checkpoint's index names at least one tensor; nothing but the index is read.
+
+    Raises:
+      CheckpointError: the index cannot be used.
+    """
+    return frozenset(scope_of(name) for name in read_index(Path(directory)).weight_map)
 
 
 def read_config(directory: Path) -> ModelConfig:

@@ -204,15 +204,17 @@ class MappedFile:
             self._map.madvise(mmap.MADV_RANDOM)
 
     def array(self, entry: TensorEntry) -> NDArray[Any]:
-        """The tensor's bytes as a read-only array, without a copy.
+        """The tensor as a read-only array, without a copy.
 
         Raises:
           CheckpointError: closed, or the file changed since it was opened.
         """
         self.check_unchanged()
         assert self._map is not None
-        flat = np.frombuffer(self._map, ARRAY_DTYPES[entry.dtype], math.prod(entry.shape), entry.begin)
-        return flat.reshape(entry.shape)
+        count = math.prod(entry.shape)
+        if count == 0:
+            return np.zeros(entry.shape, ARRAY_DTYPES[entry.dtype])
+        return np.frombuffer(self._map, ARRAY_DTYPES[entry.dtype], count, entry.begin).reshape(entry.shape)
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError when the file is not what was opened; reading on could crash the process."""
@@ -225,11 +227,13 @@ class MappedFile:
         if not same:
             raise CheckpointError([f"{self.path.name}: changed on disk while it was open; open the checkpoint again"])
 
-    def release(self, entry: TensorEntry) -> None:
-        """Lets the kernel take back the resident pages of a tensor; arrays stay valid and are read again on use."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED") and entry.end > entry.begin:
-            begin = entry.begin - entry.begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+    def give_back_pages(self) -> None:
+        """Lets the kernel take back every resident page; arrays stay valid and are read again on use.
+
+        The whole file, because a page fault also maps the neighbours of the page that was read.
+        """
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Drops this object's hold on the mapping; it ends with the last array taken from it."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.rounding import round_to
 from v41jax.quantization import (
     BLOCK,
     decode_e2m1,
@@ -18,6 +19,7 @@ from v41jax.quantization import (
     decode_e8m0,
     fake_q4m,
     quantize_index_query_fp8,
+    quantize_q4m,
     unpack_nibbles,
 )
 
@@ -26,17 +28,16 @@ Array = jax.Array
 FORMATS = ("float", "fp8", "fp4")
 
 
-def plane_faults(query: Array, values: Array, scales: Array | None, index_format: str) -> list[str]:
+def plane_faults(width: int, values: Array, scales: Array | None, index_format: str) -> list[str]:
     """What is wrong with the plane's arrays for `index_format`; empty when all fits.
 
     Args:
-      query: [N, Hi, I].
+      width: I.
       values: float [pages, rows, I]; fp8 [pages, rows, I] uint8; fp4 [pages, rows, I / 2] uint8.
       scales: float None; fp8 [pages, rows] float32; fp4 [pages, rows, I / 32] uint8.
     """
     if index_format not in FORMATS:
         return [f"index_format {index_format!r} is none of {', '.join(FORMATS)}"]
-    width = query.shape[-1]
     faults = []
     row = width // 2 if index_format == "fp4" else width
     if values.ndim != 3 or values.shape[-1] != row:
@@ -82,6 +83,45 @@ def quantized_query(
     if fold:
         return operand, head_weights * scale, None
     return operand, head_weights, scale
+
+
+def float16_query(query: Array, head_weights: Array, index_format: str) -> tuple[Array, Array]:
+    """The quantized query as exact float16 numbers of at most 448, its scale folded into the head weights.
+
+    A Q4m head is held relative to half its largest group scale; a group 2^24 below that one vanishes, which changes no
+    float32 sum.
+
+    Args:
+      query: [N, Hi, I] activation dtype.
+      head_weights: [N, Hi] float32.
+      index_format: "fp8" or "fp4".
+
+    Returns:
+      operand [N, Hi, I] float16; weights [N, Hi] float32.
+    """
+    if index_format == "fp8":
+        codes, scale = quantize_index_query_fp8(query)
+        return decode_e4m3(codes).astype(jnp.float16), head_weights * scale
+    codes, groups = quantize_q4m(query)
+    operand_scale, scale = relative_scales(groups)
+    operand = decode_e2m1(codes) * jnp.repeat(operand_scale, BLOCK, axis=-1)
+    return operand.astype(jnp.float16), head_weights * scale
+
+
+def relative_scales(groups: Array) -> tuple[Array, Array]:
+    """E8M0 codes of a row's groups, relative to the largest.
+
+    Args:
+      groups: [..., G] uint8.
+
+    Returns:
+      scales [..., G] float32, 2 for the largest group and not below 2^-38; the factor [...] float32 still to be
+      applied, half the largest scale, NaN where a code is NaN.
+    """
+    codes = groups.astype(jnp.int32)
+    largest = jnp.max(codes, axis=-1)
+    scales = decode_e8m0(jnp.maximum(128 + codes - largest[..., None], 89))
+    return scales, jnp.where(largest == 255, jnp.nan, decode_e8m0(jnp.maximum(largest - 1, 0)))
 
 
 def decoded_keys(values: Array, scales: Array | None, index_format: str) -> tuple[Array, Array | None]:
@@ -137,9 +177,9 @@ def score_rows(
         dots = dots * query_scale[..., None]
     rounded = jnp.dtype(score_dtype) != jnp.float32
     if rounded:
-        dots = dots.astype(score_dtype).astype(jnp.float32)
+        dots = round_to(dots, score_dtype).astype(jnp.float32)
     terms = jnp.maximum(dots, 0) * weights[..., None]
     if rounded:
-        terms = terms.astype(score_dtype).astype(jnp.float32)
+        terms = round_to(terms, score_dtype).astype(jnp.float32)
     scores = jnp.sum(terms, axis=1)
-    return scores.astype(score_dtype).astype(jnp.float32) if rounded else scores
+    return round_to(scores, score_dtype).astype(jnp.float32) if rounded else scores

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.batch import DEAD, Preparation
 from scheduler.planning import ChunkPlan, replay_fields
 from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.sequence import Sequence
@@ -54,10 +53,9 @@ def assemble_prefill(
     sequences = [item.sequence for item in planned]
     plans = [item.plan for item in planned]
     fields = [replay_fields(item.plan.start, item.sequence.num_computed, item.rebuild) for item in planned]
-    history = np.full((len(planned), history_size), DEAD, np.int32)
-    for row, (item, field) in enumerate(zip(planned, fields, strict=True)):
-        if field.preparation is not Preparation.CONTINUE:
-            history[row] = item.sequence.history(item.plan.start, history_size)
+    history = np.empty((len(planned), history_size), np.int32)
+    for row, item in enumerate(planned):
+        history[row] = item.sequence.history(item.plan.start, history_size)
     columns = np.asarray(fields, np.int32).reshape(-1, 5)
     slots = np.asarray([sequence.slot for sequence in sequences], np.int32)
     # Pages of later chunks are taken already; the step gets only those it can see.
@@ -102,6 +100,9 @@ def assemble_decode(
     starts = np.fromiter([sequence.num_computed for sequence in sequences], np.int32, count)
     lengths = np.fromiter([len(sequence.block_table) for sequence in sequences], np.int32, count)
     zeros = np.zeros(count, np.int32)
+    history = np.empty((count, history_size), np.int32)
+    for row, sequence in enumerate(sequences):
+        history[row] = sequence.history(sequence.num_computed, history_size)
     return ScheduledBatch(
         index=index,
         phase=Phase.DECODE,
@@ -117,7 +118,7 @@ def assemble_decode(
         cached_until=zeros,
         swa_cached_until=zeros,
         swa_replay_start=zeros,
-        history=np.full((count, history_size), DEAD, np.int32),
+        history=history,
         token_ids=np.fromiter([sequence.token(sequence.num_computed) for sequence in sequences], np.int32, count),
         image_rows=np.zeros(count, np.bool_),
         block_tables=tables[slots, : int(lengths.max())],

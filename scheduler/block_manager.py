@@ -84,7 +84,9 @@ class BlockManager:
 
         Source: runtime specification, "Admission (`can_allocate`, `allocate`)", steps 3 and 4.
         """
-        if not self._caching:
+        # Log-probabilities of a prompt need all of its rows.
+        scores_prompt = sequence.sampling.prompt_logprobs and not sequence.num_output_tokens
+        if not self._caching or scores_prompt:
             return PrefixHit(0, (), NO_HASH, 0)
         pages: list[int] = []
         for block in range((length - 1) // self.block):

@@ -8,6 +8,7 @@ scheduler's knowledge.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import flax.struct
 import jax
@@ -22,10 +23,11 @@ class Pools:
     """Pages and slots (runtime specification, "What PAGE owns" and "What STATE owns").
 
     Attributes:
-      main: per owner [pages, PAGE / ratio, row], compressed rows: activation values, or uint8 FP4 rows.
+      main: per owner [pages, PAGE / ratio, row], compressed rows: activation values (on a CPU, bfloat16 as
+        uint16 bits), or uint8 FP4 rows.
       index_values: per owner [pages, PAGE / ratio, I or I / 2], index keys.
       index_scales: per owner [pages, PAGE / ratio] float32 (fp8), [pages, PAGE / ratio, I / 32] uint8 (fp4), or None.
-      window: [layers, slots, ring, row]; position p lives at `p mod ring`.
+      window: [layers, slots, ring, row], stored like `main` or as uint8 FP8 rows; position p lives at `p mod ring`.
       tail_kv: [ratio-2 owners, slots, ring_c, d] float32; position p lives at `p mod ring_c`.
       tail_score: same shape and dtype.
       cursor: [slots, 1 + Hh] int32, next position, then compressed Engram ids oldest first.
@@ -44,7 +46,7 @@ class Pools:
 
 def allocate(geometry: V41PoolGeometry, num_pages: int, num_slots: int) -> Pools:
     """Zero-filled pools with DEAD histories."""
-    return _build(geometry, num_pages, num_slots, lambda spec: jnp.zeros(spec.shape, jnp.dtype(spec.dtype)))
+    return _build(geometry, num_pages, num_slots, lambda spec: jnp.zeros(spec.shape, _device_dtype(spec)))
 
 
 def abstract(geometry: V41PoolGeometry, num_pages: int, num_slots: int) -> Pools:
@@ -53,9 +55,17 @@ def abstract(geometry: V41PoolGeometry, num_pages: int, num_slots: int) -> Pools
         geometry,
         num_pages,
         num_slots,
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)),
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, _device_dtype(spec)),  # type: ignore[no-untyped-call]
         fill_cursor=False,
     )
+
+
+def _device_dtype(spec: ArraySpec) -> Any:
+    """The declared dtype; on a CPU rows of bfloat16 are stored as uint16 bits, see `pallas_kernels.stored_rows`."""
+    rows = spec.name == "window" or spec.name.startswith("main")
+    if rows and spec.dtype == "bfloat16" and jax.default_backend() == "cpu":
+        return jnp.uint16
+    return spec.dtype
 
 
 def poison(pools: Pools) -> Pools:
@@ -67,17 +77,19 @@ def poison(pools: Pools) -> Pools:
     def spoil(array: jax.Array) -> jax.Array:
         if jnp.issubdtype(array.dtype, jnp.floating):
             return jnp.full_like(array, jnp.nan)
+        if array.dtype == jnp.uint16:
+            return jnp.full_like(array, 0x7FC0)  # the bits of a bfloat16 NaN
         # 0x7F: NaN as E4M3, a scale of one as E8M0, a huge int32 when read as four bytes.
         return jnp.full_like(array, 0x7F if array.dtype == jnp.uint8 else 0x7F7F7F7F)
 
-    return jax.tree.map(spoil, pools)
+    return cast(Pools, jax.tree.map(spoil, pools))
 
 
 def _build(
     geometry: V41PoolGeometry,
     num_pages: int,
     num_slots: int,
-    make: Callable[[ArraySpec], jax.Array],
+    make: Callable[[ArraySpec], Any],
     fill_cursor: bool = True,
 ) -> Pools:
     arrays = {spec.name: make(spec) for spec in geometry.device_arrays(num_pages, num_slots)}

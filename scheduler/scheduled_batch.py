@@ -44,8 +44,8 @@ class ScheduledBatch:
       cached_until: [b] int32.
       swa_cached_until: [b] int32.
       swa_replay_start: [b] int32.
-      history: [b, Hh] int32 raw ids before `starts`, oldest first, DEAD rules applied; all DEAD where the preparation
-        is CONTINUE and nothing reads it.
+      history: [b, Hh] int32 raw ids before `starts`, oldest first, DEAD rules applied; a look-up of Engram rows reads
+        them in every step, the device only where the preparation moves the cursor.
       token_ids: [n] int32 raw ids of the rows, PLACEHOLDER where a running forward still computes the token.
       image_rows: [n] bool the row lies in an image span.
       block_tables: [b, pages] int32, unused entries 0.

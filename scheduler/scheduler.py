@@ -166,6 +166,8 @@ class Scheduler(Lifecycle):
             self.counters.admissions += 1
             self.counters.prompt_tokens += length
             self.counters.hit_tokens += hit.tokens
+            self.counters.prompt_images += len(sequence.images)
+            self.counters.hit_images += sum(span.start + span.length <= hit.tokens for span in sequence.images)
             planned.append(PlannedPrefill(sequence, plan, rebuild, restore))
             budget -= plan.end - plan.start
         return budget

@@ -46,10 +46,15 @@ class SamplingParams:
       temperature: 0 is greedy.
       top_k: candidates kept; 0 keeps all.
       top_p: probability mass kept.
+      min_p: fraction of the best token's probability below which a token is dropped.
       seed: of the request's own random stream; None lets the engine choose.
       ignore_eos: generate past the end-of-sequence id.
       stop_token_ids: ids that end the generation (reason `stop_<id>`).
       stop_sequences: id sequences that end the generation (reason `stop_sequence`).
+      presence_penalty: subtracted from the logit of every token generated before.
+      frequency_penalty: subtracted once for each time the token was generated.
+      logit_bias: (token id, bias) pairs, added to the logits; ids are unique.
+      logprobs: alternatives reported with every token; None reports no log-probability.
       prompt_logprobs: log-probabilities of every prompt token are wanted.
     """
 
@@ -57,11 +62,21 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     prompt_logprobs: bool = False
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Biases or penalties change the logits."""
+        return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty)
 
 
 class ImageSpan(NamedTuple):

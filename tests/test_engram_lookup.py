@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -62,6 +63,14 @@ def test_a_batch_with_histories_dead_rows_and_padding(lookup):
         # The dead row and the two padding rows, whatever ids the padding holds.
         assert not rows.codes[layer][8:].any()
         assert (rows.scales[layer][8:] == 127).all()
+
+
+def test_rows_decode_element_by_element(lookup):
+    rows = lookup.rows(np.arange(3, 9), [HISTORY], [0, 6])
+    values = dequantize_rows(rows.codes[0], rows.scales[0])
+    for token, column, element in np.ndindex(6, 6, 32):
+        code = rows.codes[0][token, column, element].view(ml_dtypes.float8_e4m3fn)
+        assert values[token, column, element] == float(code) * 2.0 ** (int(rows.scales[0][token, column, 0]) - 127)
 
 
 def test_padding_decodes_to_zero(lookup):

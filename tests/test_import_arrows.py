@@ -41,6 +41,7 @@ RULES = {
             "v41jax.config",
             "v41jax.quantization_numpy",
             "v41jax.engram_hashing",
+            "v41jax.engram_lookup",
             "v41jax.engram_primes",
             "v41jax.token_map",
             "scheduler.batch",
@@ -49,7 +50,18 @@ RULES = {
         False,
     ),
     "v41jax.layers": (LAYER_NEEDS, True),
-    "v41jax.model": ((*LAYER_NEEDS, "v41jax.parameters"), True),
+    "v41jax.model": (
+        (*LAYER_NEEDS, "v41jax.parameters", "v41jax.flow", "v41jax.bounded_replay", "v41jax.slot_state"),
+        True,
+    ),
+    "v41jax.bounded_replay": (LAYER_NEEDS, True),
+    "v41jax.draft_parameters": ((*LAYER_NEEDS, "v41jax.parameters"), True),
+    "v41jax.dspark": (
+        (*LAYER_NEEDS, "v41jax.parameters", "v41jax.draft_parameters", "v41jax.model", "v41jax.sampling"),
+        True,
+    ),
+    "v41jax.verification": ((*STEP_CONTRACT, "v41jax.sampling"), True),
+    "v41jax.confidence": ((), False),
 }
 
 

@@ -252,6 +252,40 @@ def test_twins_agree_on_any_float32(bits, name):
     assert_same_bits(call(quantization, name, x), call(quantization_numpy, name, x))
 
 
+ENCODERS = (
+    "quantize_q8",
+    "quantize_q4m",
+    "quantize_q4n",
+    "quantize_index_key_fp8",
+    "quantize_index_query_fp8",
+    "fake_q8",
+    "fake_q4m",
+    "fake_q4n",
+)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_twins_agree_on_a_large_array_of_any_bits(name):
+    """Vector code of a compiler differs from its scalar code, in NaN above all."""
+    x = np.random.default_rng(3).integers(0, 2**32, (20_000, 32), np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        assert_same_bits(call(quantization, name, x), call(quantization_numpy, name, x))
+
+
+def test_rounding_survives_being_decoded_at_once():
+    """Encode and decode in one compiled function, where a cast to a narrow float and back could be deleted."""
+    x = np.random.default_rng(4).standard_normal(4096).astype(np.float32)
+
+    @jax.jit
+    def there_and_back(x):
+        return quantization.decode_e4m3(quantization.encode_e4m3(x * 1.3)) * 2
+
+    expected = (x * np.float32(1.3)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 2
+    np.testing.assert_array_equal(np.asarray(there_and_back(x)), expected)
+    program = there_and_back.lower(x).as_text()
+    assert "f8E4M3FN" not in program
+
+
 @pytest.mark.parametrize("name", ["fake_q8", "fake_q4m", "fake_q4n"])
 def test_a_nan_stays_visible(name):
     x = np.ones((2, 32), np.float32)

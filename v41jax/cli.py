@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
-from v41jax.commands import checkpoint, generate, logits
+from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
 
 app = typer.Typer(
     name="v41jax",
@@ -21,8 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("logits")(logits.logits)
+app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
+app.command("logits")(logits.logits)
+app.command("serve")(serve.serve)
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+bench.command("serve")(bench_serve.serve)
+app.add_typer(bench, name="bench")
 
 
 def fault_lines(error: Exception) -> list[str]:
@@ -36,14 +40,7 @@ def fault_lines(error: Exception) -> list[str]:
 def main() -> None:
     """Runs the command line and exits."""
     try:
-        app(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
+        app()
     except (ValueError, OSError) as error:
         for line in fault_lines(error):
             print(f"error: {line}", file=sys.stderr)

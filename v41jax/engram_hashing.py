@@ -111,9 +111,8 @@ class EngramHasher:
         dead = np.zeros(ids.shape, bool) if dead_mask is None else np.asarray(dead_mask, bool)
         wrong = ~dead & ((ids < 0) | (ids >= self._token_map.size))
         if wrong.any():
-            raise EngramIdError(
-                f"token id {ids[wrong][0]} at offset {np.flatnonzero(wrong)[0]} is outside 0..{self._token_map.size - 1}"
-            )
+            offset, last = np.flatnonzero(wrong)[0], self._token_map.size - 1
+            raise EngramIdError(f"token id {ids[offset]} at offset {offset} is outside 0..{last}")
         return np.where(dead, np.int32(DEAD), self._token_map[np.where(dead, 0, ids)])
 
     def row_ids(self, compressed_with_history: ArrayLike) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ class RowSource(Protocol):
     """Where rows come from; `checkpoints.engram_tables.EngramTables` is one."""
 
     def gather(self, layer_ordinal: int, row_ids: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """[n] row ids -> ([n, head_dim] E4M3 codes, [n, head_dim // 32] E8M0 codes), both uint8; reads equal ids once."""
+        """[n] row ids to E4M3 codes uint8 [n, head_dim] and E8M0 codes uint8 [n, head_dim // 32]."""
         ...
 
 

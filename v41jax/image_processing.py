@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,31 @@ class ProcessedImage:
                 f"{self.grid.patch_columns} needs [{self.grid.patches}, channels * patch_size**2]"
             )
         self.patches.flags.writeable = False
+
+
+def image_from_arrays(patches: np.ndarray, grid: Sequence[int], config: VisionConfig) -> ProcessedImage:
+    """Takes an image that was processed elsewhere, as comparison files hold it.
+
+    Args:
+      patches: [patches, CHANNELS, patch_size, patch_size] float, normalised, in reading order.
+      grid: patch rows, patch columns, language rows, language columns.
+      config: the checkpoint's vision configuration.
+
+    Raises:
+      ImageError: shapes or grids that do not follow from the configuration.
+    """
+    sizes = [int(size) for size in grid]
+    if len(sizes) != 4:
+        raise ImageError(
+            f"grid {sizes} has {len(sizes)} sizes; it holds patch rows and columns, language rows and columns"
+        )
+    expected = ImageGrid.of_patches(*sizes[:2], config.downsample_ratio)
+    if sizes != [expected.patch_rows, expected.patch_columns, expected.rows, expected.columns]:
+        raise ImageError(f"grid {sizes} does not follow from its patches by the ratio {config.downsample_ratio}")
+    shape = (expected.patches, CHANNELS, config.patch_size, config.patch_size)
+    if patches.shape != shape:
+        raise ImageError(f"patches have shape {patches.shape}; grid {sizes} needs {shape}")
+    return ProcessedImage(patches.reshape(expected.patches, -1).copy(), expected)
 
 
 def image_size(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:

@@ -8,15 +8,16 @@ keeps the memory of a load at the weights kept plus one leaf, and what lets each
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from v41jax.config import LayerMode, LayerTopology, ModelConfig
+from v41jax.config import LayerMode, LayerTopology, ModelConfig, TextConfig
 from v41jax.layers.attention import AttentionWeights
 from v41jax.layers.compressor import CompressorWeights
 from v41jax.layers.engram import EngramWeights
@@ -28,6 +29,7 @@ from v41jax.layers.rope import RopeTable, build_table, plain_frequencies, yarn_f
 from v41jax.quantization_numpy import dequantize_dense, dequantize_expert
 
 Array = jax.Array
+Tree = TypeVar("Tree")
 
 WeightForm = Literal["stored", "dequantized"]
 """`stored`: FP8 and FP4 codes with their scales. `dequantized`: widened to the activation dtype at load."""
@@ -117,9 +119,13 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> np.ndarray:
         """Read-only view of one tensor."""
+        ...
 
 
 Index = tuple[slice, ...]
+
+Describe = Callable[[str], tuple[tuple[int, ...], np.dtype]]
+"""Tensor name -> shape and dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +151,22 @@ class Leaf:
         return out
 
 
-def leaf_of(shape: tuple[int, ...], dtype: np.dtype, value: Callable[[TensorSource], np.ndarray]) -> Leaf:
-    """A leaf whose whole value is cheap to get at or must be made at once; slices are taken from it."""
+def leaf_of(
+    shape: tuple[int, ...], dtype: np.dtype, names: tuple[str, ...], make: Callable[..., np.ndarray] | None = None
+) -> Leaf:
+    """A leaf made from whole tensors, whose file pages are let go afterwards.
+
+    Args:
+      shape: of the leaf; what `make` returns is reshaped to it.
+      dtype: of the leaf.
+      names: tensors to read.
+      make: called with them; None takes the only one as it is.
+    """
 
     def fill(checkpoint: TensorSource, index: Index, out: np.ndarray) -> None:
-        out[...] = value(checkpoint).reshape(shape)[index]
+        tensors = [checkpoint.tensor(name) for name in names]
+        value = tensors[0] if make is None else make(*tensors)
+        out[...] = value.reshape(shape)[index].astype(dtype, copy=False)
 
     return Leaf(shape, dtype, fill)
 
@@ -173,26 +190,24 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[offset : offset + size].view(dtype).reshape(shape)
 
 
-class _Leaves:
+class LayerLeaves:
     """Leaves of the tensors of one checkpoint layout; methods name what is done to a stored tensor."""
 
-    def __init__(self, describe: Callable[[str], tuple[tuple[int, ...], np.dtype]], form: WeightForm, dtype: np.dtype):
+    def __init__(self, config: ModelConfig, describe: Describe, form: WeightForm, dtype: np.dtype):
         self.describe = describe
         self.form = form
         self.dtype = np.dtype(dtype)
+        self.wide_dtype = BFLOAT16 if form == "stored" else self.dtype
+        self.packed_experts = config.expert_dtype == "fp4"
 
     def plain(self, name: str) -> Leaf:
         shape, dtype = self.describe(name)
-        return leaf_of(shape, dtype, lambda checkpoint: checkpoint.tensor(name))
+        return leaf_of(shape, dtype, (name,))
 
     def widened(self, name: str, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> Leaf:
         """An FP8 tensor with its 32 x 32 scales multiplied in, optionally reshaped."""
-
-        def value(checkpoint: TensorSource) -> np.ndarray:
-            codes, scales = checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(f"{name}.scale")
-            return dequantize_dense(codes, scales).astype(dtype)
-
-        return leaf_of(shape or self.describe(f"{name}.weight")[0], dtype, value)
+        shape = shape or self.describe(f"{name}.weight")[0]
+        return leaf_of(shape, dtype, (f"{name}.weight", f"{name}.scale"), dequantize_dense)
 
     def dense(self, name: str) -> LinearWeight:
         if self.form == "stored":
@@ -201,6 +216,9 @@ class _Leaves:
 
     def experts(self, prefix: str, count: int, matrix: str) -> LinearWeight:
         names = [f"{prefix}.{expert}.{matrix}" for expert in range(count)]
+        if not self.packed_experts:
+            # A lossless widening of the released experts; they have no stored form of their own here.
+            return LinearWeight(stack(self.widened(name, self.wide_dtype) for name in names))
         if self.form == "stored":
             return LinearWeight(
                 stack(self.plain(f"{name}.weight") for name in names),
@@ -210,19 +228,19 @@ class _Leaves:
 
     def _widened_expert(self, name: str) -> Leaf:
         rows, half = self.describe(f"{name}.weight")[0]
-
-        def value(checkpoint: TensorSource) -> np.ndarray:
-            packed, scales = checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(f"{name}.scale")
-            return dequantize_expert(packed, scales).astype(self.dtype)
-
-        return leaf_of((rows, 2 * half), self.dtype, value)
+        return leaf_of((rows, 2 * half), self.dtype, (f"{name}.weight", f"{name}.scale"), dequantize_expert)
 
     def mix(self, layer: str, sublayer: str) -> MixWeights:
         return MixWeights(*(self.plain(f"{layer}.hc_{sublayer}_{part}") for part in ("fn", "base", "scale")))
 
-    def layer(self, config: ModelConfig, topology: LayerTopology) -> LayerWeights:
-        text = config.text
-        layer = f"layers.{topology.index}"
+    def layer(self, text: TextConfig, topology: LayerTopology, layer: str) -> LayerWeights:
+        """All leaves of one layer.
+
+        Args:
+          text: `n_routed_experts` is the layer's.
+          topology: of the layer.
+          layer: prefix of its tensor names.
+        """
         attention = f"{layer}.attn"
         group_inputs = text.num_attention_heads * text.head_dim // text.o_groups
         compressor = indexer = engram = None
@@ -262,7 +280,7 @@ class _Leaves:
                 # Widened in every form, as the published loader does: its input is never quantized.
                 wo_a=self.widened(
                     f"{attention}.wo_a",
-                    BFLOAT16 if self.form == "stored" else self.dtype,
+                    self.wide_dtype,
                     (text.o_groups, text.o_lora_rank, group_inputs),
                 ),
                 wo_b=self.dense(f"{attention}.wo_b"),
@@ -284,7 +302,7 @@ class _Leaves:
 
 def parameter_leaves(
     config: ModelConfig,
-    describe: Callable[[str], tuple[tuple[int, ...], np.dtype]],
+    describe: Describe,
     *,
     max_model_len: int,
     form: WeightForm,
@@ -300,10 +318,10 @@ def parameter_leaves(
       dtype: of widened weights (the activation dtype).
     """
     text = config.text
-    leaves = _Leaves(describe, form, np.dtype(dtype))
+    leaves = LayerLeaves(config, describe, form, np.dtype(dtype))
     stacked = []
     for run in plan_runs(config):
-        layers = [leaves.layer(config, config.layers[index]) for index in run.layers]
+        layers = [leaves.layer(text, config.layers[index], f"layers.{index}") for index in run.layers]
         stacked.append(jax.tree.map(lambda *parts: stack(parts), *layers))
     return Parameters(
         embed=leaves.plain("embed.weight"),
@@ -318,12 +336,12 @@ def parameter_leaves(
 def _table_leaves(frequencies: np.ndarray, positions: int) -> RopeTable:
     def part(name: str) -> Leaf:
         shape = (positions, len(frequencies))
-        return leaf_of(shape, np.dtype(np.float32), lambda _: getattr(build_table(frequencies, positions), name))
+        return leaf_of(shape, np.dtype(np.float32), (), lambda: getattr(build_table(frequencies, positions), name))
 
     return RopeTable(part("cos"), part("sin"))
 
 
-def abstract_parameters(leaves: Parameters) -> Parameters:
+def abstract_parameters(leaves: Tree) -> Tree:
     """The same pytree of `jax.ShapeDtypeStruct`, for compiling without weights."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
 
@@ -347,11 +365,23 @@ def load_parameters(
         arrays on the default device.
     """
 
+    describe = describe_checkpoint(checkpoint)
+    leaves = parameter_leaves(checkpoint.config, describe, max_model_len=max_model_len, form=form, dtype=dtype)
+    return load_leaves(checkpoint, leaves, shardings)
+
+
+def describe_checkpoint(checkpoint: TensorSource) -> Describe:
+    """Shapes and dtypes of an open checkpoint's tensors."""
+
     def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
         tensor = checkpoint.tensor(name)
         return tensor.shape, tensor.dtype
 
-    leaves = parameter_leaves(checkpoint.config, describe, max_model_len=max_model_len, form=form, dtype=dtype)
+    return describe
+
+
+def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None = None) -> Tree:
+    """Reads a pytree of `Leaf`s, one after the other; see `load_parameters`."""
 
     def place(leaf: Leaf, sharding: jax.sharding.Sharding | None = None) -> Array:
         if sharding is not None:
@@ -367,5 +397,6 @@ def layer_weights(params: Parameters, config: ModelConfig, layer: int) -> LayerW
     """The weights of one layer, without a leading axis."""
     for run, stacked in zip(plan_runs(config), params.runs):
         if layer in run.layers:
-            return jax.tree.map(lambda leaf: leaf[run.layers.index(layer)], stacked)
+            place = run.layers.index(layer)
+            return jax.tree.map(operator.itemgetter(place), stacked)
     raise ValueError(f"layer {layer} is outside 0..{config.text.num_hidden_layers - 1}")

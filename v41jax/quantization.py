@@ -1,8 +1,13 @@
 """E2M1, E4M3 and E8M0 codecs and the activation quantizers, in jnp, exact to the bit under `jit`.
 
 Element formats and quantizers of the model specification, "Quantization arithmetic", and of the kernel chapter,
-"Element formats" and "Quantizers". `quantization_numpy.py` is the host twin. Compiled CPU and TPU code treats float32
-subnormals as zero; wherever one can matter (subnormal inputs of Q4m, scale code 0) the value goes through its bits.
+"Element formats" and "Quantizers". `quantization_numpy.py` is the host twin.
+
+Three habits of compilers decide how this is written. XLA deletes a cast to a narrower float that is followed by a cast
+back (seen on GPUs: a fake quantizer made of casts did nothing), so that codes are computed from bits and never by a
+cast. Compiled CPU and TPU code treats float32 subnormals as zero; wherever one can matter (subnormal inputs of Q4m,
+scale code 0) the value goes through its bits too. A float maximum over a large array may lose a NaN (seen on CPUs), so
+that maxima are taken over bits.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ BLOCK_Q4N = 16
 """Elements per E4M3 scale of `quantize_q4n`."""
 
 E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 RECIPROCAL_448 = np.uint32(0x3B124925).view(np.float32)
 RECIPROCAL_6 = np.uint32(0x3E2AAAAB).view(np.float32)
 
@@ -72,15 +76,27 @@ def unpack_nibbles(packed: Array) -> Array:
 
 def decode_e4m3(codes: Array) -> Array:
     """E4M3 (float8_e4m3fn values or their uint8 codes) to float32; 0x7F and 0xFF are NaN."""
-    if codes.dtype == jnp.uint8:
-        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    return codes.astype(jnp.float32)
+    if codes.dtype != jnp.uint8:
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    code = codes.astype(jnp.int32)
+    magnitude = code & 0x7F
+    subnormal = magnitude.astype(jnp.float32) * 2.0**-9
+    bits = jnp.where(magnitude < 8, _bits(subnormal), (magnitude << 20) + (120 << 23))
+    bits = jnp.where(magnitude == 0x7F, 0x7FC00000, bits)
+    return _from_bits(bits | ((code & 0x80) << 24))
 
 
 def encode_e4m3(x: Array) -> Array:
-    """Nearest E4M3 code (uint8) of `x`, ties to even, saturating at 448; NaN stays NaN."""
-    clipped = jnp.clip(x.astype(jnp.float32), -E4M3_MAX, E4M3_MAX)
-    return lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
+    """Nearest E4M3 code (uint8) of `x`, ties to even, saturating at 448; any NaN becomes 0x7F."""
+    bits = _bits(x.astype(jnp.float32))
+    absolute = bits & 0x7FFFFFFF
+    clipped = jnp.minimum(absolute, 0x43E00000)  # 448; magnitudes order like their bits
+    rounded = (clipped + 0x7FFFF + ((clipped >> 20) & 1)) >> 20
+    # Adding 2^14 rounds to multiples of 2^-9, the spacing of the codes below 2^-6.
+    subnormal = _bits(_from_bits(clipped) + 2.0**14) - 0x46800000
+    code = jnp.where(clipped < 0x3C800000, subnormal, rounded - (120 << 3))
+    signed = code | ((bits >> 24) & 0x80)
+    return jnp.where(absolute > 0x7F800000, 0x7F, signed).astype(jnp.uint8)
 
 
 def decode_e8m0(codes: Array) -> Array:
@@ -109,7 +125,9 @@ def _blocks(x: Array, size: int) -> Array:
 
 
 def _block_maximum(blocks: Array, floor: float) -> Array:
-    return jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), jnp.float32(floor))
+    """Largest magnitude of the last axis and `floor`, compared as bits: compiled float maxima may lose a NaN."""
+    largest = jnp.max(_bits(blocks) & 0x7FFFFFFF, axis=-1)
+    return _from_bits(jnp.maximum(largest, np.float32(floor).view(np.int32)))
 
 
 def _power_of_two(exponent: Array) -> Array:
@@ -180,10 +198,21 @@ def quantize_q4n(x: Array) -> tuple[Array, Array]:
 
 
 def fake_q8(x: Array) -> Array:
-    """`x` [..., K] rounded to the Q8 grid, in the dtype of `x`."""
-    codes, scales = quantize_q8(x)
-    # Scales are at least 2^-22 and at most 2^120, so a plain product is exact.
-    values = decode_e4m3(_blocks_of_codes(codes, BLOCK)) * decode_e8m0(scales)[..., None]
+    """`x` [..., K] rounded to the Q8 grid, in the dtype of `x`.
+
+    Computed without codes: a layer does this seven times, and compiled programs are the smaller for it. Scales lie
+    between 2^-22 and 2^120, so that a plain product with a scale or its reciprocal is exact.
+    """
+    blocks = _blocks(x, BLOCK)
+    peak = _block_maximum(blocks, 1e-4)[..., None] * RECIPROCAL_448
+    scale_bits = jnp.minimum((_bits(peak) + 0x007FFFFF) & 0x7F800000, 0x7F000000)
+    # Halved first: the reciprocal of 2^127, the scale of an infinite block, would be a subnormal.
+    scaled = jnp.clip(0.5 * blocks * _from_bits(0x7F800000 - scale_bits), -E4M3_MAX, E4M3_MAX)
+    normal = lax.reduce_precision(scaled, exponent_bits=8, mantissa_bits=3)
+    # Below 2^-6 the grid is 2^-9. (Adding and subtracting 2^14 would round as well, but compilers cancel it.)
+    small = lax.round(scaled * 2.0**9, lax.RoundingMethod.TO_NEAREST_EVEN) * 2.0**-9
+    values = jnp.where(jnp.abs(scaled) < 2.0**-6, small, normal) * _from_bits(scale_bits)
+    values = jnp.where(jnp.isnan(peak), jnp.nan, values)
     return values.reshape(x.shape).astype(x.dtype)
 
 

@@ -6,6 +6,8 @@ chapter, "Element formats" and "Quantizers". Independent code: tables and `ldexp
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +21,13 @@ BLOCK_Q4N = 16
 """Elements per E4M3 scale of `quantize_q4n`."""
 
 E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 RECIPROCAL_448 = np.uint32(0x3B124925).view(np.float32)
 RECIPROCAL_6 = np.uint32(0x3E2AAAAB).view(np.float32)
 
 _E2M1_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1_VALUES = np.concatenate([_E2M1_MAGNITUDES, -_E2M1_MAGNITUDES])
-_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_E8M0_VALUES = np.concatenate([np.ldexp(np.float32(1), np.arange(-127, 128)), [np.nan]]).astype(np.float32)
+_E2M1_VALUES: Floats = np.concatenate([_E2M1_MAGNITUDES, -_E2M1_MAGNITUDES])
+_E4M3_VALUES: Floats = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_E8M0_VALUES: Floats = np.concatenate([np.ldexp(np.float32(1), np.arange(-127, 128)), [np.nan]]).astype(np.float32)
 
 
 def decode_e2m1(codes: Codes) -> Floats:
@@ -40,19 +41,24 @@ def encode_e2m1(x: NDArray[np.floating]) -> Codes:
     NaN has no code and becomes a zero.
     """
     x = np.asarray(x, np.float32)
-    magnitude = np.abs(x)
-    code = np.zeros(x.shape, np.uint8)
-    for threshold, inclusive in _E2M1_STEPS:
-        code += (magnitude >= threshold) if inclusive else (magnitude > threshold)
-    return code | (np.signbit(x).astype(np.uint8) << 3)
+    return _e2m1_code(np.abs(x), x, np.float32(1))
 
 
 _E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
+def _e2m1_code(magnitude: Floats, sign_source: Floats, step: Any) -> Codes:
+    code = np.zeros(magnitude.shape, np.uint8)
+    for threshold, inclusive in _E2M1_STEPS:
+        bound = np.float32(threshold) * step
+        code += (magnitude >= bound) if inclusive else (magnitude > bound)
+    code |= np.signbit(sign_source).astype(np.uint8) << np.uint8(3)
+    return code
+
+
 def pack_nibbles(codes: Codes) -> Codes:
     """Codes 0..15 [..., 2n] to bytes [..., n]; the even element is the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
 
 
 def unpack_nibbles(packed: Codes) -> Codes:
@@ -66,10 +72,11 @@ def decode_e4m3(codes: Codes | NDArray[ml_dtypes.float8_e4m3fn]) -> Floats:
 
 
 def encode_e4m3(x: NDArray[np.floating]) -> Codes:
-    """Nearest E4M3 code (uint8) of `x`, ties to even, saturating at 448; NaN stays NaN."""
+    """Nearest E4M3 code (uint8) of `x`, ties to even, saturating at 448; any NaN becomes 0x7F."""
     clipped = np.clip(np.asarray(x, np.float32), -E4M3_MAX, E4M3_MAX)
     with np.errstate(invalid="ignore"):
-        return clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        codes = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(clipped), np.uint8(0x7F), codes)
 
 
 def decode_e8m0(codes: Codes) -> Floats:
@@ -95,7 +102,8 @@ def _blocks(x: NDArray[np.floating], size: int) -> Floats:
 
 
 def _block_maximum(blocks: Floats, floor: float) -> Floats:
-    return np.maximum(np.max(np.abs(blocks), axis=-1), np.float32(floor))
+    largest: Floats = np.max(np.abs(blocks), axis=-1)
+    return np.maximum(largest, np.float32(floor))
 
 
 def _divide_by_power_of_two(x: Floats, codes: Codes) -> Floats:
@@ -133,13 +141,8 @@ def quantize_q4n(x: NDArray[np.floating]) -> tuple[Codes, Codes]:
     """
     blocks = _blocks(x, BLOCK_Q4N)
     scales = encode_e4m3(np.minimum(_block_maximum(blocks, 6 * 2.0**-9) * RECIPROCAL_6, E4M3_MAX))
-    step = decode_e4m3(scales)[..., None]
-    magnitude = np.abs(blocks)
-    code = np.zeros(blocks.shape, np.uint8)
-    for threshold, inclusive in _E2M1_STEPS:
-        bound = np.float32(threshold) * step
-        code += (magnitude >= bound) if inclusive else (magnitude > bound)
-    return (code | (np.signbit(blocks).astype(np.uint8) << 3)).reshape(x.shape), scales
+    codes = _e2m1_code(np.abs(blocks), blocks, decode_e4m3(scales)[..., None])
+    return codes.reshape(x.shape), scales
 
 
 def _scaled(values: Floats, scales: Floats, size: int) -> Floats:

@@ -9,23 +9,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
-from v41jax.model import ModelSetup, forward
+from v41jax.bounded_replay import take_rows
+from v41jax.flow import Flow
+from v41jax.layers.vision import write_image_rows
+from v41jax.model import ModelSetup, forward, head
 from v41jax.parameters import Parameters
-from v41jax.sampling import SamplingInputs, sample
+from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
 from v41jax.state_copies import Images, StateCopies, allocate_images
-from v41jax.step_arrays import empty_step, engram_shapes, image_shapes
+from v41jax.step_arrays import empty_step, engram_shapes, image_shape
 
 Array = jax.Array
 Pools = pool_arrays.Pools
@@ -33,18 +38,43 @@ Pools = pool_arrays.Pools
 _log = logging.getLogger(__name__)
 
 
+SCORED_ROWS = 128
+"""Prompt rows whose logits exist at once."""
+
+
 class StepOutput(NamedTuple):
     """What a step leaves on the device besides the pools.
 
     Attributes:
       tokens: [F] int32 sampled ids; padding entries hold some id.
-      logits: [F, V] float32.
+      logits: [F, V] float32, the model's own.
       cursor_mismatch: [R] bool, a continuing request whose slot did not stand where the forward started.
+      scores: `TokenScores` of `tokens`, all zero unless the step was asked for them.
+      prompt_scores: `TokenScores` of the step's targets, [N]; zero for rows without one. None without targets.
     """
 
     tokens: Array
     logits: Array
     cursor_mismatch: Array
+    scores: TokenScores
+    prompt_scores: TokenScores | None
+
+
+class StepSampling(NamedTuple):
+    """How the tokens of a step are chosen.
+
+    Attributes:
+      inputs: per output row.
+      edits: per output row.
+      scored: scalar bool, log-probabilities are wanted.
+      targets: [N] int32, the token that follows a row of a prompt whose log-probability is wanted; the vocabulary size
+        or more wants none. None when the engine never scores prompts, or in a decode step.
+    """
+
+    inputs: SamplingInputs
+    edits: LogitEdits
+    scored: Array
+    targets: Array | None = None
 
 
 class StateMismatchError(RuntimeError):
@@ -61,7 +91,7 @@ class CompiledStep:
       temporary_bytes: device memory it needs besides arguments and results.
     """
 
-    call: Callable[..., tuple[Pools, StepOutput]]
+    call: Callable[..., tuple[Pools, Array, StepOutput]]
     seconds: float
     temporary_bytes: int
 
@@ -69,37 +99,93 @@ class CompiledStep:
 def serve_step(
     params: Parameters,
     pools: Pools,
+    adjustments: Array,
     batch: BatchStep,
     engram_rows: EngramRows,
-    sampling: SamplingInputs,
-    image_embeddings: tuple[Array, Array] | None = None,
+    sampling: StepSampling,
+    image_embeddings: Array | None = None,
     *,
     setup: ModelSetup,
     phase: str,
-) -> tuple[Pools, StepOutput]:
-    """Forward, sampling, and the new tokens' place on the device; pure.
+) -> tuple[Pools, Array, StepOutput]:
+    """Forward, sampling, and the new tokens' place on the device; pure. The image placeholder is never chosen.
 
     Args:
       params: weights.
       pools: request memory, donated.
+      adjustments: [slots, V] float32, donated; see `edit_logits`.
       batch: the step.
       engram_rows: table rows of the batch.
-      sampling: one entry per output row.
-      image_embeddings: ([N, D], [N] bool), or None.
+      sampling: how tokens are chosen.
+      image_embeddings: [N, D], read where `batch.image_rows`, or None.
       setup: static.
       phase: static, "prefill" or "decode".
     """
     pools, output = forward(
-        params, pools, batch, engram_rows, setup=setup, phase=phase, image_embeddings=image_embeddings
+        params,
+        pools,
+        batch,
+        engram_rows,
+        setup=setup,
+        phase=phase,
+        image_embeddings=image_embeddings,
+        keep_flow=sampling.targets is not None,
     )
-    tokens = sample(output.logits, sampling)
+    adjustments, logits = edit_logits(output.logits, adjustments, sampling.edits)
+    tokens = sample(logits.at[:, setup.config.image_token_id].set(-jnp.inf), sampling.inputs)
+    scores = token_scores(output.logits, tokens, sampling.scored)
+    prompt_scores = None
+    if sampling.targets is not None:
+        prompt_scores = score_rows(params, output.flow, sampling.targets, setup)
     rows = batch.positions.shape[0]
     slots = pools.last_token.shape[0]
     real = batch.output_rows < rows
     request = batch.batch_ids[jnp.minimum(batch.output_rows, rows - 1)]
     target = jnp.where(real, batch.slots[jnp.maximum(request, 0)], slots)
     pools = pools.replace(last_token=pools.last_token.at[target].set(tokens, mode="drop"))
-    return pools, StepOutput(tokens, output.logits, output.cursor_mismatch)
+    return pools, adjustments, StepOutput(tokens, output.logits, output.cursor_mismatch, scores, prompt_scores)
+
+
+def score_rows(params: Parameters, flow: Flow, targets: Array, setup: ModelSetup) -> TokenScores:
+    """Log-probabilities at rows of a forward, a block at a time: all logits of a long prompt would not fit.
+
+    Args:
+      params: weights.
+      flow: of the last layer, N rows.
+      targets: [N] int32; see `StepSampling`.
+      setup: static.
+
+    Returns:
+      [N] scores; of a block without a target all zero.
+    """
+    count, vocabulary = targets.shape[0], setup.config.text.vocab_size
+    size = math.gcd(count, SCORED_ROWS)
+    rows = jnp.arange(count, dtype=jnp.int32).reshape(-1, size)
+
+    def block(part: tuple[Array, Array]) -> TokenScores:
+        indices, wanted = part
+        present = jnp.any(wanted < vocabulary)
+        logits = jax.lax.cond(
+            present,
+            lambda: head(params, take_rows(flow, indices), setup.config),
+            lambda: jnp.zeros((size, vocabulary), jnp.float32),
+        )
+        return token_scores(logits, jnp.minimum(wanted, vocabulary - 1), present)
+
+    scores = jax.lax.map(block, (rows, targets.reshape(-1, size)))
+    return jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), scores)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def _spread(rows: Array, destinations: Array, *, count: int, dtype: DTypeLike) -> Array:
+    """[N, D] with the given rows at their places. Apart from the step, whose programs then have two variants and not
+    one for every number of image rows."""
+    return write_image_rows(jnp.zeros((count, rows.shape[1]), dtype), rows, destinations)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_row(adjustments: Array, slot: Array, row: Array) -> Array:
+    return adjustments.at[slot].set(row)
 
 
 class ModelRunner:
@@ -111,6 +197,7 @@ class ModelRunner:
       num_pages: PAGE units of the pools.
       num_slots: state slots.
       recompiles: programs compiled after `warm_up` declared the set complete.
+      scores_prompts: prefill programs can report log-probabilities of prompt tokens.
     """
 
     def __init__(
@@ -122,6 +209,7 @@ class ModelRunner:
         num_slots: int,
         num_images: int = 0,
         eager: bool = False,
+        scores_prompts: bool = False,
     ):
         """Allocates the pools.
 
@@ -132,16 +220,20 @@ class ModelRunner:
           num_slots: state slots.
           num_images: checkpoint images that can be held at once (copy transfer).
           eager: run steps op by op, the correctness baseline; nothing is compiled ahead.
+          scores_prompts: prefill programs can report log-probabilities of prompt tokens.
         """
         self.params = params
         self.setup = setup
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.recompiles = 0
+        self.scores_prompts = scores_prompts
         self._eager = eager
         self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
         self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
         self._copies = StateCopies()
+        self._adjustments = jnp.zeros((num_slots, setup.config.text.vocab_size), jnp.float32)
+        self._empty_edits: dict[int, LogitEdits] = {}
         self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
         self._warm = False
         self._failed = False
@@ -170,6 +262,7 @@ class ModelRunner:
             self._program(shape, False)
             if images and shape.phase.value == "prefill":
                 self._program(shape, True)
+        self.load_adjustments(0, np.zeros(self._adjustments.shape[1], np.float32))
         self._warm = True
 
     def _program(self, shape: StepShape, images: bool) -> CompiledStep:
@@ -185,13 +278,14 @@ class ModelRunner:
         arguments = [
             _abstract(self.params),
             _abstract(self._pools),
+            _abstract(self._adjustments),
             _abstract(empty_step(shape, setup.geometry)),
             engram_shapes(setup.config, shape.rows),
-            _abstract(sampling_inputs([], shape.outputs)),
+            _abstract(self.step_sampling(sampling_inputs([], shape.outputs), targets=self.no_targets(shape))),
         ]
         if images:
-            arguments.append(image_shapes(setup.config, shape.rows))
-        executable = jax.jit(step, donate_argnums=1).lower(*arguments).compile()
+            arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
+        executable = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
         memory = executable.memory_analysis()
         program = CompiledStep(
             executable, time.perf_counter() - began, int(getattr(memory, "temp_size_in_bytes", 0) or 0)
@@ -206,22 +300,31 @@ class ModelRunner:
         shape: StepShape,
         batch: BatchStep,
         engram_rows: EngramRows,
-        sampling: SamplingInputs,
+        sampling: StepSampling,
         ops: StateMaintenanceOps | None = None,
-        image_embeddings: tuple[np.ndarray, np.ndarray] | None = None,
+        image_rows: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> StepOutput:
         """Dispatches one step; returns before it has run.
+
+        Args:
+          shape: of the program.
+          batch: the step's arrays.
+          engram_rows: table rows of the batch.
+          sampling: made by `step_sampling`.
+          ops: state operations to run before.
+          image_rows: embeddings [I, D] of every image row of the batch and their rows [I] int32, padding N; see
+            `write_image_rows`. None when no row lies in an image, which runs the program of text.
 
         Raises:
           RuntimeError: after an earlier step failed; the pools were donated to it and are gone.
         """
         if self._failed:
             raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
-        images = image_embeddings is not None
+        images = image_rows is not None
         arguments: list[Any] = [batch, engram_rows, sampling]
-        if images:
-            arguments.append(image_embeddings)
-        program: Callable[..., tuple[Pools, StepOutput]]
+        if image_rows is not None:
+            arguments.append(_spread(*image_rows, count=shape.rows, dtype=self.setup.precision.activation_dtype))
+        program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._eager:
             program = functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)
             arguments = jax.tree.map(jnp.asarray, arguments)
@@ -230,11 +333,39 @@ class ModelRunner:
         try:
             if ops is not None:
                 self._maintain(ops)
-            self._pools, output = program(self.params, self._pools, *arguments)
+            self._pools, self._adjustments, output = program(self.params, self._pools, self._adjustments, *arguments)
         except BaseException:
             self._failed = True
             raise
         return output
+
+    def load_adjustments(self, slot: int, row: np.ndarray) -> None:
+        """Replaces what a slot's logits are adjusted by: row [V] float32."""
+        self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
+
+    def step_sampling(
+        self,
+        inputs: SamplingInputs,
+        edits: LogitEdits | None = None,
+        *,
+        scored: bool = False,
+        targets: np.ndarray | None = None,
+    ) -> StepSampling:
+        """Sampling of a step; without edits the arrays that change nothing, which are already on the device."""
+        outputs = len(inputs.seeds)
+        return StepSampling(inputs, self._no_edits(outputs) if edits is None else edits, np.bool_(scored), targets)
+
+    def no_targets(self, shape: StepShape) -> np.ndarray | None:
+        """Targets of a step in which no prompt is scored, to be filled in; None where the program has none."""
+        if not self.scores_prompts or shape.phase.value != "prefill":
+            return None
+        return np.full(shape.rows, self.setup.config.text.vocab_size, np.int32)
+
+    def _no_edits(self, outputs: int) -> LogitEdits:
+        if outputs not in self._empty_edits:
+            slots, vocabulary = self._adjustments.shape
+            self._empty_edits[outputs] = jax.tree.map(jnp.asarray, empty_edits(outputs, slots, vocabulary))
+        return self._empty_edits[outputs]
 
     def _maintain(self, ops: StateMaintenanceOps) -> None:
         """Relocations, then stores, then restores (runtime specification, "Operations per batch, in this order")."""
@@ -272,11 +403,33 @@ class ModelRunner:
         }
 
 
-def sampling_inputs(rows: list[Any], outputs: int) -> SamplingInputs:
+class SamplingRow(NamedTuple):
+    """Parameters of one output row; the fields of `SamplingInputs`, one entry each."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    position: int
+
+
+def empty_edits(outputs: int, slots: int, vocabulary: int) -> LogitEdits:
+    """Edits of a step in which no row has any; rows of it may be filled in."""
+    return LogitEdits(
+        slots=np.full(outputs, slots, np.int32),
+        tokens=np.full(outputs, vocabulary, np.int32),
+        changes=np.zeros(outputs, np.float32),
+        constrained=np.zeros(outputs, bool),
+        allowed=np.full((outputs, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
+    )
+
+
+def sampling_inputs(rows: Sequence[SamplingRow], outputs: int) -> SamplingInputs:
     """Pads per-request parameters to the output bucket; padding rows are greedy.
 
     Args:
-      rows: objects with `temperature`, `top_k`, `top_p`, `min_p`, `seed` and `position`, one per output row.
+      rows: one per output row.
       outputs: `F`.
     """
     inputs = SamplingInputs(

@@ -1,4 +1,5 @@
-"""From logits to tokens on the device: greedy, temperature, top-k, top-p and min-p, with a seed per request.
+"""From logits to tokens on the device: biases, penalties and constraints, greedy, temperature, top-k, top-p and min-p
+with a seed per request, and log-probabilities.
 
 A row's token depends on its own logits, its own parameters, its seed and the absolute position of the token it
 chooses, and on nothing else in the batch.
@@ -11,6 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+MAX_ALTERNATIVES = 20
+"""Most likely tokens whose log-probabilities a step can report, as many as the API allows to ask for."""
 
 
 class SamplingInputs(NamedTuple):
@@ -31,6 +35,92 @@ class SamplingInputs(NamedTuple):
     min_p: Array
     seeds: Array
     positions: Array
+
+
+class LogitEdits(NamedTuple):
+    """What requests change about their logits before a token is chosen; arrays per output row.
+
+    Attributes:
+      slots: [F] int32, row of `adjustments` that is added to the logits; `slots` of them or more adds none.
+      tokens: [F] int32, token whose adjustment changes first; the vocabulary size or more changes none.
+      changes: [F] float32, added to that adjustment and kept.
+      constrained: [F] bool, only tokens of `allowed` may be chosen.
+      allowed: [F, ceil(V / 32)] uint32, bit `t % 32` of word `t // 32` is token `t`.
+    """
+
+    slots: Array
+    tokens: Array
+    changes: Array
+    constrained: Array
+    allowed: Array
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities of chosen tokens and of the most likely ones; zeros where nobody asked.
+
+    Attributes:
+      chosen: [F] float32.
+      top: [F, k] float32, descending.
+      top_ids: [F, k] int32, the smaller id first among equals.
+    """
+
+    chosen: Array
+    top: Array
+    top_ids: Array
+
+
+def edit_logits(logits: Array, adjustments: Array, edits: LogitEdits) -> tuple[Array, Array]:
+    """Biases, penalties and constraints.
+
+    Args:
+      logits: [F, V] float32.
+      adjustments: [slots, V] float32, kept between steps: a slot's biases and penalties.
+      edits: per-row changes.
+
+    Returns:
+      The adjustments after this step's changes, and the logits to choose from, [F, V]; tokens that are not allowed
+      are -inf.
+    """
+    slots, vocabulary = adjustments.shape
+    adjustments = adjustments.at[edits.slots, edits.tokens].add(edits.changes, mode="drop")
+    adjusted = edits.slots < slots
+
+    def adjust() -> Array:
+        rows = adjustments[jnp.minimum(edits.slots, slots - 1)]
+        return jnp.where(adjusted[:, None], logits + rows, logits)
+
+    def constrain(values: Array) -> Array:
+        bits = (edits.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        bits = bits.reshape(len(bits), 32 * bits.shape[1])[:, :vocabulary]
+        return jnp.where(edits.constrained[:, None] & (bits == 0), -jnp.inf, values)
+
+    edited = jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits)
+    return adjustments, jax.lax.cond(jnp.any(edits.constrained), constrain, lambda values: values, edited)
+
+
+def token_scores(logits: Array, chosen: Array, wanted: Array, alternatives: int = MAX_ALTERNATIVES) -> TokenScores:
+    """Log-softmax of the model's own logits, before temperature, penalties and filters.
+
+    Args:
+      logits: [F, V] float32.
+      chosen: [F] int32 token ids.
+      wanted: scalar bool; False skips the work at run time.
+      alternatives: most likely tokens reported.
+    """
+    count, k = logits.shape[0], min(alternatives, logits.shape[1])
+
+    def compute() -> TokenScores:
+        normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        top, top_ids = jax.lax.top_k(logits, k)
+        picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
+        return TokenScores((picked - normalizer)[:, 0], top - normalizer, top_ids.astype(jnp.int32))
+
+    def nothing() -> TokenScores:
+        return TokenScores(
+            jnp.zeros(count, jnp.float32), jnp.zeros((count, k), jnp.float32), jnp.zeros((count, k), jnp.int32)
+        )
+
+    return jax.lax.cond(wanted, compute, nothing)
 
 
 def _row_noise(seed: Array, position: Array, vocabulary: int) -> Array:

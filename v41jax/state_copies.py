@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.stored_rows import load_rows, store_rows
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
 
@@ -45,34 +46,33 @@ def allocate_images(geometry: V41PoolGeometry, pools: Pools, count: int) -> Imag
     )
 
 
-def _move(array: Array, sources: Array, destinations: Array, axis: int) -> Array:
-    """Copies entries of `axis`; every source is read before any destination is written."""
-    moved = jnp.take(array, sources, axis=axis, mode="clip")
-    index = (slice(None),) * axis + (destinations,)
-    return array.at[index].set(moved, mode="drop")
+def _copy(source: Array, sources: Array, target: Array, destinations: Array, axis: int) -> Array:
+    """`target` with entries of `axis` overwritten; every source is read before any destination is written."""
+    whole = (slice(None),) * axis
+    return store_rows(target, (*whole, destinations), load_rows(source, (*whole, sources)))
 
 
 def _relocate(pools: Pools, sources: Array, destinations: Array) -> Pools:
     return pools.replace(
-        window=_move(pools.window, sources, destinations, 1),
-        tail_kv=_move(pools.tail_kv, sources, destinations, 1),
-        tail_score=_move(pools.tail_score, sources, destinations, 1),
-        cursor=_move(pools.cursor, sources, destinations, 0),
-        last_token=_move(pools.last_token, sources, destinations, 0),
+        window=_copy(pools.window, sources, pools.window, destinations, 1),
+        tail_kv=_copy(pools.tail_kv, sources, pools.tail_kv, destinations, 1),
+        tail_score=_copy(pools.tail_score, sources, pools.tail_score, destinations, 1),
+        cursor=_copy(pools.cursor, sources, pools.cursor, destinations, 0),
+        last_token=_copy(pools.last_token, sources, pools.last_token, destinations, 0),
     )
 
 
 def _store(images: Images, pools: Pools, slots: Array, image_ids: Array) -> Images:
     return Images(
-        window=images.window.at[:, image_ids].set(jnp.take(pools.window, slots, axis=1, mode="clip"), mode="drop"),
-        cursor=images.cursor.at[image_ids].set(jnp.take(pools.cursor, slots, axis=0, mode="clip"), mode="drop"),
+        window=_copy(pools.window, slots, images.window, image_ids, 1),
+        cursor=_copy(pools.cursor, slots, images.cursor, image_ids, 0),
     )
 
 
 def _restore(pools: Pools, images: Images, image_ids: Array, slots: Array) -> Pools:
     return pools.replace(
-        window=pools.window.at[:, slots].set(jnp.take(images.window, image_ids, axis=1, mode="clip"), mode="drop"),
-        cursor=pools.cursor.at[slots].set(jnp.take(images.cursor, image_ids, axis=0, mode="clip"), mode="drop"),
+        window=_copy(images.window, image_ids, pools.window, slots, 1),
+        cursor=_copy(images.cursor, image_ids, pools.cursor, slots, 0),
     )
 
 

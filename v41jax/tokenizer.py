@@ -48,6 +48,7 @@ class Tokenizer:
       vocab_size: ids are below it.
       stand_ins: control tokens this file lacks -> the tokens used in their place (see `FAMILY_STAND_INS`).
       stop_ids: generation ends at any of these.
+      cached_characters: length of the texts whose ids are kept now.
 
     Args:
       definition: the parsed content of a `tokenizer.json`.
@@ -77,7 +78,7 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer has no {', '.join(missing)}; it is not a tokenizer of this model")
         names = {stand_in: token for token, stand_in in self.stand_ins.items()}
         added = [{**token, "content": names.get(token["content"], token["content"])} for token in added]
-        self._added = {token["content"]: token["id"] for token in added}
+        self._added: dict[str, int] = {token["content"]: token["id"] for token in added}
         self._added_ids = frozenset(self._added.values())
         self._hideable = frozenset(token["id"] for token in added if token["special"]) | {
             self._added[token] for token in CONTROL_TOKENS if token not in MARKUP_TOKENS
@@ -88,7 +89,7 @@ class Tokenizer:
         self._plain = LibraryTokenizer.from_str(json.dumps({**definition, "added_tokens": []}))
         self._splitter = _splitter(added)
         self._cache: collections.OrderedDict[str, array[int]] = collections.OrderedDict()
-        self._cached = 0
+        self.cached_characters = 0
         self._cache_characters = cache_characters
         self._lock = threading.Lock()
         for token in CONTROL_TOKENS:
@@ -133,10 +134,10 @@ class Tokenizer:
         if len(text) <= self._cache_characters:
             with self._lock:
                 if text not in self._cache:
-                    self._cached += len(text)
+                    self.cached_characters += len(text)
                 self._cache[text] = array("i", ids)
-                while self._cached > self._cache_characters:
-                    self._cached -= len(self._cache.popitem(last=False)[0])
+                while self.cached_characters > self._cache_characters:
+                    self.cached_characters -= len(self._cache.popitem(last=False)[0])
         return ids
 
     def encode_with_control(self, text: str) -> list[int]:

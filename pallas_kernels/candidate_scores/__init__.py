@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import backend
-from pallas_kernels.candidate_scores import xla
+from pallas_kernels.candidate_scores import triton, xla
 from pallas_kernels.index_plane import plane_faults
+from pallas_kernels.index_scores.triton import unsupported
 
 Array = jax.Array
 
@@ -48,23 +49,22 @@ def candidate_scores(
 
     Source: model specification, "Two-level candidates".
     """
-    faults = plane_faults(query, values, scales, index_format)
+    faults = plane_faults(query.shape[-1], values, scales, index_format)
     if values.ndim == 3 and values.shape[1] % block_size:
         faults.append(f"a page of {values.shape[1]} rows does not hold whole blocks of {block_size}")
     if candidates.ndim != 2 or candidates.shape[0] != query.shape[0]:
         faults.append(f"candidates are {candidates.shape}, not [{query.shape[0]}, Nb]")
     if faults:
         raise ValueError("candidate_scores: " + "; ".join(faults))
-    backend.choose("candidate_scores", implementation, {})
+    problem = unsupported(query, values, index_format, quantize_query, score_dtype)
+    choice = backend.choose("candidate_scores", implementation, {"triton": backend.Candidate(problem)})
+    operands = (query, head_weights.astype(jnp.float32), visible, batch_ids, block_tables, values, scales, candidates)
+    if choice.implementation == "triton":
+        return triton.candidate_scores(
+            *operands, block_size=block_size, index_format=index_format, interpret=choice.interpret
+        )
     return xla.candidate_scores(
-        query,
-        head_weights,
-        visible,
-        batch_ids,
-        block_tables,
-        values,
-        scales,
-        candidates,
+        *operands,
         block_size=block_size,
         index_format=index_format,
         quantize_query=quantize_query,

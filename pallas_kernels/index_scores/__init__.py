@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import backend
 from pallas_kernels.index_plane import plane_faults
-from pallas_kernels.index_scores import xla
+from pallas_kernels.index_scores import triton, xla
 
 Array = jax.Array
 
@@ -58,19 +58,14 @@ def index_scores(
 
     Source: kernel chapter, "Index scorer over the paged plane"; model specification, "Indexer".
     """
-    faults = plane_faults(query, values, scales, index_format)
+    faults = plane_faults(query.shape[-1], values, scales, index_format)
     if faults:
         raise ValueError("index_scores: " + "; ".join(faults))
-    backend.choose("index_scores", implementation, {})
+    problem = triton.unsupported(query, values, index_format, quantize_query, score_dtype)
+    choice = backend.choose("index_scores", implementation, {"triton": backend.Candidate(problem)})
+    operands = (query, head_weights.astype(jnp.float32), visible, batch_ids, block_tables, values, scales)
+    if choice.implementation == "triton":
+        return triton.index_scores(*operands, index_format=index_format, interpret=choice.interpret)
     return xla.index_scores(
-        query,
-        head_weights,
-        visible,
-        batch_ids,
-        block_tables,
-        values,
-        scales,
-        index_format=index_format,
-        quantize_query=quantize_query,
-        score_dtype=score_dtype,
+        *operands, index_format=index_format, quantize_query=quantize_query, score_dtype=score_dtype
     )

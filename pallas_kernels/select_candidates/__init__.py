@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.select_candidates import xla
+from pallas_kernels.select_candidates import triton, xla
 
 Array = jax.Array
 
@@ -42,5 +42,8 @@ def select_candidates(
         faults.append(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
     if faults:
         raise ValueError("select_candidates: " + "; ".join(faults))
-    backend.choose("select_candidates", implementation, {})
+    problem = triton.unsupported(*scores.shape, num_blocks, block_size)
+    choice = backend.choose("select_candidates", implementation, {"triton": backend.Candidate(problem)})
+    if choice.implementation == "triton":
+        return triton.select_candidates(scores, visible, num_blocks, block_size, interpret=choice.interpret)
     return xla.select_candidates(scores, visible, num_blocks, block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.select_topk import xla
+from pallas_kernels.select_topk import triton, xla
 
 Array = jax.Array
 
@@ -53,5 +53,9 @@ def select_topk(
         faults.append(f"scores are {scores.shape} for candidates {candidates.shape} of {block_size} entries")
     if faults:
         raise ValueError("select_topk: " + "; ".join(faults))
-    backend.choose("select_topk", implementation, {})
-    return xla.select_topk(scores, visible, k, candidates=candidates, block_size=block_size)
+    problem = triton.unsupported(*scores.shape, k)
+    choice = backend.choose("select_topk", implementation, {"triton": backend.Candidate(problem)})
+    selection = {"candidates": candidates, "block_size": block_size}
+    if choice.implementation == "triton":
+        return triton.select_topk(scores, visible, k, **selection, interpret=choice.interpret)
+    return xla.select_topk(scores, visible, k, **selection)

@@ -13,8 +13,9 @@ Array = jax.Array
 
 def ordered(scores: Array, seen: Array) -> Array:
     """Scores that compare as the total order asks: NaN and what is not seen become -inf, -0.0 becomes +0.0."""
-    # A select, because the compiler deletes an addition of 0.0.
-    scores = jnp.where(scores == 0, 0.0, scores.astype(jnp.float32))
+    scores = scores.astype(jnp.float32)
+    # A select, because the compiler deletes an addition of 0.0; by bits, because a subnormal may compare as zero.
+    scores = jnp.where(lax.bitcast_convert_type(scores, jnp.int32) == -(2**31), 0.0, scores)
     return jnp.where(seen & (scores > -jnp.inf), scores, -jnp.inf)
 
 

@@ -1,12 +1,14 @@
 """Compiles Pallas kernels of the Triton route to AMD and NVIDIA machine code, on a machine that has no GPU.
 
-JAX's ROCm lowering holds each kernel's Triton IR, and Triton's own compiler turns that into a code object. The Triton
-inside jaxlib makes the binary that runs, so registers and shared memory read here are indicative; legality carries over.
+JAX's lowering for ROCm or CUDA holds each kernel's Triton IR, and Triton's own compiler turns that into a code object.
+The Triton inside jaxlib makes the binary that runs: registers and shared memory read here are indicative, legality
+carries over.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -18,7 +20,10 @@ from typing import Any
 
 import jax
 from jaxlib.mlir import ir
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.triton import dialect as triton_dialect
+
+from pallas_kernels import backend
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
@@ -69,8 +74,8 @@ def unavailable() -> str | None:
     return "triton is not installed"
 
 
-def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKernel]:
-    """The kernels in `fn(*args)`, lowered for the ROCm platform; args are arrays or `jax.ShapeDtypeStruct`."""
+def triton_kernels(fn: Callable[..., Any], args: Sequence[Any], platform: str = "rocm") -> list[TritonKernel]:
+    """The kernels in `fn(*args)`, lowered for "rocm" or "cuda"; args are arrays or `jax.ShapeDtypeStruct`."""
 
     def walk(operation: Any) -> Iterator[Any]:
         for region in operation.regions:
@@ -79,7 +84,13 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKe
                     yield child.operation
                     yield from walk(child.operation)
 
-    module = jax.jit(fn).trace(*args).lower(lowering_platforms=("rocm",)).compiler_ir("stablehlo")
+    # A function of its own: one traced before would keep the target it was traced for.
+    module = (
+        jax.jit(lambda *operands: fn(*operands))
+        .trace(*args)
+        .lower(lowering_platforms=(platform,))
+        .compiler_ir("stablehlo")
+    )
     kernels = []
     for operation in walk(module.operation):
         if operation.name != "stablehlo.custom_call" or "mhlo.backend_config" not in operation.attributes:
@@ -88,6 +99,7 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKe
         if "ir" not in config:
             continue
         context = ir.Context()
+        context.append_dialect_registry(_upstream_dialects())
         triton_dialect.register_dialect(context)
         context.load_all_available_dialects()
         with context:
@@ -96,14 +108,25 @@ def triton_kernels(fn: Callable[..., Any], args: Sequence[Any]) -> list[TritonKe
     return kernels
 
 
+@functools.cache
+def _upstream_dialects() -> ir.DialectRegistry:
+    registry = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    return registry
+
+
 def compile_kernel(kernel: TritonKernel, target: str) -> GpuBuild:
     """Compiles one kernel to a code object of `target`; raises what Triton or the assembler says."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as triton_compile
 
     triton_target = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+    text = kernel.ir
+    if triton_target.backend == "cuda":
+        # The lowering names ROCm's device functions; CUDA's differ in spelling only.
+        text = re.sub(r"__ocml_(\w+)_f32", r"__nv_\1f", text)
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
-        file.write(kernel.ir)
+        file.write(_simplified(text))
         file.flush()
         built = triton_compile(
             file.name, target=triton_target, options={"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
@@ -118,9 +141,37 @@ def compile_kernel(kernel: TritonKernel, target: str) -> GpuBuild:
     return GpuBuild(kernel.name, target, kernel.num_warps, built.metadata.shared, registers, spills, assembly)
 
 
+def _simplified(text: str) -> str:
+    """The passes both pipelines run first, which Triton leaves out for a module that is read from a file.
+
+    Without them a product and a sum stay apart, which doubles the registers of an accumulator.
+    """
+    from triton._C.libtriton import ir as triton_ir
+    from triton._C.libtriton import passes
+
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
+        file.write(text)
+        file.flush()
+        module = triton_ir.parse_mlir_module(file.name, context)
+    manager = triton_ir.pass_manager(context)
+    passes.common.add_inliner(manager)
+    passes.common.add_canonicalizer(manager)
+    passes.ttir.add_combine(manager)
+    passes.ttir.add_reorder_broadcast(manager)
+    passes.common.add_cse(manager)
+    passes.common.add_symbol_dce(manager)
+    passes.ttir.add_loop_unroll(manager)
+    manager.run(module, "make_ttir")
+    return str(module)
+
+
 def compile_for_gpu(fn: Callable[..., Any], args: Sequence[Any], target: str) -> list[GpuBuild]:
     """Compiles every Triton-route kernel in `fn(*args)` for `target`, one of `TARGETS`."""
-    kernels = triton_kernels(fn, args)
+    platform = "cuda" if target.startswith("sm_") else "rocm"
+    with backend.use_target(backend.Target("triton", platform)):
+        kernels = triton_kernels(fn, args, platform)
     if not kernels:
         raise ValueError("the function holds no Triton kernel")
     return [compile_kernel(kernel, target) for kernel in kernels]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.candidate_scores import candidate_scores
+from pallas_kernels.candidate_scores import candidate_scores, triton
 from tests.pallas_kernels.index_oracle import index_case, scores_oracle
 from tests.pallas_kernels.test_index_scores import FORMATS, assert_scores
 
@@ -40,8 +40,24 @@ def test_scores_equal_the_full_scan_at_the_candidates(index_format, rows):
     assert_scores(found, expected_scores(case, candidates, 8))
 
 
-def test_rows_outside_the_candidates_are_never_read():
-    case = index_case(3, index_format="fp8", rows=4, requests=1, columns=4, padding=0)
+@pytest.mark.parametrize("index_format", ["fp8", "fp4"])
+def test_the_gpu_kernel_equals_the_full_scan_at_the_candidates(index_format):
+    case = index_case(3, index_format=index_format, rows=5, requests=2, columns=3, heads=16)
+    candidates = candidates_for(case, 5, 8)
+    found = triton.candidate_scores(
+        *case.arrays,
+        jnp.asarray(candidates),
+        block_size=8,
+        index_format=index_format,
+        config=triton.Config(keys=16, tiles=2, num_warps=4, num_stages=2),
+        interpret=True,
+    )
+    assert_scores(found, expected_scores(case, candidates, 8))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_rows_outside_the_candidates_are_never_read(implementation):
+    case = index_case(3, index_format="fp8", rows=4, requests=1, columns=4, padding=0, heads=16)
     case.visible[:] = 64
     candidates = np.tile(np.asarray([1, 4, 7, -1], np.int32), (4, 1))
     kept = np.zeros(case.scales.shape, bool)
@@ -50,7 +66,10 @@ def test_rows_outside_the_candidates_are_never_read():
     case.values[~kept] = 0x7F
     case.values[kept] &= 0x3F
     case.scales[kept] = 1
-    found = np.asarray(candidate_scores(*case.arrays, jnp.asarray(candidates), block_size=8, index_format="fp8"))
+    found = candidate_scores(
+        *case.arrays, jnp.asarray(candidates), block_size=8, index_format="fp8", implementation=implementation
+    )
+    found = np.asarray(found)
     assert np.isfinite(found[:, :24]).all() and np.isneginf(found[:, 24:]).all()
 
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.index_scores import index_scores, xla
-from tests.pallas_kernels.index_oracle import index_case, scores_oracle
+from pallas_kernels import backend, triton_index_keys
+from pallas_kernels.index_scores import index_scores, triton, xla
+from tests.pallas_kernels.index_oracle import decode_plane, index_case, scores_oracle
 
 FORMATS = ("float", "fp8", "fp4")
 
@@ -25,6 +25,58 @@ def assert_scores(found, expected, tolerance=1e-5):
 def test_scores_equal_the_oracle_whatever_lies_past_the_bounds(index_format, rows, requests):
     case = index_case(rows, index_format=index_format, rows=rows, requests=requests, columns=3, padding=rows > 1)
     assert_scores(index_scores(*case.arrays, index_format=index_format), scores_oracle(case))
+
+
+@pytest.mark.parametrize("index_format", ["fp8", "fp4"])
+@pytest.mark.parametrize(
+    ("rows", "requests", "config"),
+    [
+        (7, 5, triton.Config(1, 1, 16, 2, 4, 2)),
+        (11, 3, triton.Config(6, 4, 32, 1, 4, 2)),
+        (9, 1, triton.Config(8, 4, 16, 3, 4, 2)),
+    ],
+    ids=["a row a program, tiles in a page", "rows of several requests, tiles over pages", "a group of one request"],
+)
+def test_the_gpu_kernel_equals_the_oracle(index_format, rows, requests, config):
+    case = index_case(rows, index_format=index_format, rows=rows, requests=requests, columns=3, heads=16)
+    found = triton.index_scores(*case.arrays, index_format=index_format, config=config, interpret=True)
+    assert_scores(found, scores_oracle(case))
+
+
+def test_the_gpu_kernel_reads_fp8_planes_past_32_bit_offsets_as_16_bit_elements(monkeypatch):
+    case = index_case(2, index_format="fp8", rows=3, requests=2, columns=2, heads=16, padding=0)
+    monkeypatch.setattr(triton_index_keys, "LARGEST_OFFSET", case.values.size)
+    assert triton.packed_view(case.arrays[5], "fp8").dtype == jnp.uint16
+    config = triton.Config(1, 1, 16, 2, 4, 2)
+    found = triton.index_scores(*case.arrays, index_format="fp8", config=config, interpret=True)
+    assert_scores(found, scores_oracle(case))
+
+
+def test_group_scales_far_apart_are_exact_to_float32():
+    case = index_case(4, index_format="fp4", rows=3, requests=1, columns=1, heads=16, padding=0)
+    case.scales[:, 0::2, 1] = 127 - 20
+    case.scales[:, 1::2, 1] = 1
+    case.decoded = decode_plane(case.values, case.scales, "fp4")
+    case.visible[:] = 16
+    config = triton.Config(1, 1, 16, 1, 4, 2)
+    found = triton.index_scores(*case.arrays, index_format="fp4", config=config, interpret=True)
+    assert_scores(found, scores_oracle(case), tolerance=1e-6)
+
+
+def test_pallas_is_the_kernel_of_the_target():
+    case = index_case(7, index_format="fp8", rows=3, requests=2, columns=2, heads=16)
+    backend.clear_report()
+    found = index_scores(*case.arrays, index_format="fp8", implementation="pallas")
+    assert backend.report() == {"index_scores": ("triton (asked for)",)}
+    assert_scores(found, scores_oracle(case))
+
+
+def test_auto_reports_why_it_takes_xla():
+    case = index_case(7, index_format="float", rows=3, requests=2, columns=2, heads=16)
+    backend.clear_report()
+    with backend.use_target(backend.Target("triton", "cuda")):
+        index_scores(*case.arrays, index_format="float")
+    assert backend.report() == {"index_scores": ("xla (it reads fp8 and fp4 planes, not float)",)}
 
 
 @pytest.mark.parametrize("index_format", FORMATS)
@@ -90,5 +142,5 @@ def test_asking_for_an_unknown_implementation_is_an_error():
 
 def test_pallas_where_no_kernel_runs_is_one_named_error():
     case = index_case(9, index_format="float", rows=4, requests=2, columns=2)
-    with pytest.raises(KernelUnsupportedError, match="index_scores: no Pallas kernel"):
+    with pytest.raises(backend.KernelUnsupportedError, match="index_scores: no Pallas kernel"):
         index_scores(*case.arrays, index_format="float", implementation="pallas")

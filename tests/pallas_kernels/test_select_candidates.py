@@ -1,12 +1,21 @@
 """Every implementation of `select_candidates` against a stable NumPy selection of blocks."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.select_candidates import select_candidates
+from pallas_kernels.select_candidates import select_candidates, triton
+from pallas_kernels.select_topk.triton import Config
 from tests.pallas_kernels.index_oracle import candidates_oracle
 from tests.pallas_kernels.selection_cases import KINDS, score_rows
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def gpu_selection(scores, visible, num_blocks, block_size, config):
+    return triton.select_candidates(scores, visible, num_blocks, block_size, config=config, interpret=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -15,6 +24,18 @@ def test_blocks_equal_the_stable_oracle(kind, width, num_blocks, block_size):
     scores, visible = score_rows(kind, 6, width, seed=3)
     found = select_candidates(jnp.asarray(scores), jnp.asarray(visible), num_blocks, block_size)
     assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, candidates_oracle(scores, visible, num_blocks, block_size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("width", "num_blocks", "block_size", "config"),
+    [(96, 5, 8, Config(16, 64, 4, 4)), (500, 4, 4, Config(16, 64, 4, 4))],
+    ids=["one level", "four levels"],
+)
+def test_the_gpu_kernel_equals_the_stable_oracle(kind, width, num_blocks, block_size, config):
+    scores, visible = score_rows(kind, 4, width, seed=3)
+    found = gpu_selection(scores, visible, num_blocks, block_size, config)
     np.testing.assert_array_equal(found, candidates_oracle(scores, visible, num_blocks, block_size))
 
 

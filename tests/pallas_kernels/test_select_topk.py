@@ -1,12 +1,22 @@
 """Every implementation of `select_topk` against a stable NumPy selection."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.select_topk import select_topk
+from pallas_kernels.select_topk import select_topk, triton
 from tests.pallas_kernels.index_oracle import topk_oracle
 from tests.pallas_kernels.selection_cases import KINDS, score_rows
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def gpu_selection(scores, visible, k, config):
+    return triton.select_topk(scores, visible, k, candidates=None, block_size=None, config=config, interpret=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -20,13 +30,36 @@ def test_selection_equals_the_stable_oracle(kind, width, k):
     np.testing.assert_array_equal(counts, expected_counts)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("width", "k", "config"),
+    [(100, 16, triton.Config(128, 32, 4, 4)), (500, 5, triton.Config(32, 64, 4, 4))],
+    ids=["one level", "three levels"],
+)
+def test_the_gpu_kernel_equals_the_stable_oracle(kind, width, k, config):
+    scores, visible = score_rows(kind, 4, width)
+    entries, counts = gpu_selection(scores, visible, k, config)
+    expected, expected_counts = topk_oracle(scores, visible, k)
+    np.testing.assert_array_equal(entries, expected)
+    np.testing.assert_array_equal(counts, expected_counts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=64, max_size=64), st.integers(0, 64))
+def test_the_gpu_kernel_orders_any_floats(values, bound):
+    scores, visible = np.asarray([values], np.float32), np.asarray([bound], np.int32)
+    entries, _ = gpu_selection(scores, visible, 8, triton.Config(16, 16, 4, 4))
+    np.testing.assert_array_equal(entries, topk_oracle(scores, visible, 8)[0])
+
+
 def test_a_tie_at_the_threshold_goes_to_the_smaller_entry():
     entries, counts = select_topk(jnp.asarray([[1.0, -0.0, 0.0, 2.0, 0.0]], jnp.float32), jnp.asarray([5]), 3)
     np.testing.assert_array_equal(entries, [[0, 1, 3]])
     assert counts[0] == 3
 
 
-def test_columns_of_candidates_are_mapped_to_entries():
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_columns_of_candidates_are_mapped_to_entries(implementation):
     rng = np.random.default_rng(1)
     candidates = np.asarray([[0, 2, 5, -1], [1, 3, 4, 6], [-1, -1, -1, -1]], np.int32)
     visible = np.asarray([42, 54, 30], np.int32)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from v41jax.config import ModelConfig, VisionConfig
 from v41jax.image_planning import ImageGrid
-from v41jax.image_processing import ProcessedImage
+from v41jax.image_processing import ProcessedImage, image_from_arrays
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -54,9 +54,8 @@ def golden_image(name: str) -> tuple[ProcessedImage, dict[str, np.ndarray]]:
     """The image of a golden checkpoint and the arrays recorded for it."""
     with np.load(GOLDEN / name / "expected.npz") as arrays:
         recorded = {key: arrays[key] for key in arrays.files if "image" in key}
-    patches = recorded["image.patches"]
-    grid = ImageGrid(*(int(size) for size in recorded["image.grid"]))
-    return ProcessedImage(patches.reshape(len(patches), -1), grid), recorded
+    config = golden_config(name).vision
+    return image_from_arrays(recorded["image.patches"], recorded["image.grid"], config), recorded
 
 
 def tensor_shapes(config: VisionConfig, text_hidden: int = TEXT_HIDDEN) -> dict[str, tuple[int, ...]]:

@@ -183,7 +183,17 @@ def test_idle_images_are_kept_within_their_budget_oldest_dropped_first():
     leases.release("third")
     leases.acquire("first", *prompt_of(0, 1))
     leases.rows("first", 0, 40)
-    assert [len(call) for call in encoder.calls] == [1, 1, 1], "only image 1 was dropped"
+    assert encoder.calls[2:] == [[content_digest(IMAGES[1])]], "only image 1 was dropped"
+
+
+def test_an_idle_image_in_use_again_is_not_dropped():
+    leases, encoder = make(capacity=COSTS[0], idle=COSTS[0])
+    for _ in range(3):
+        leases.acquire("a", *prompt_of(0))
+        assert (leases.held_bytes, leases.idle_bytes) == (COSTS[0], 0)
+        np.testing.assert_array_equal(leases.rows("a", 0, 20)[1], Encoder.rows(IMAGES[0]))
+        leases.release("a")
+    assert len(encoder.calls) == 1
 
 
 def test_idle_images_give_way_to_a_request():

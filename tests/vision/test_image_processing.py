@@ -14,6 +14,7 @@ from v41jax.image_planning import ImageError, plan_image
 from v41jax.image_processing import (
     ImageLimits,
     decode_image,
+    image_from_arrays,
     image_size,
     image_token_count,
     process_image,
@@ -73,6 +74,18 @@ def test_a_patch_is_flattened_channel_row_column():
     patch, element = np.argwhere(image.patches.astype(np.float32) == 1)[0]
     assert (patch, element) == (3 * 10 + 7, 1 * 4 + 1 * 2 + 0)
     assert int((image.patches.astype(np.float32) == 1).sum()) == 1
+
+
+def test_arrays_processed_elsewhere_must_follow_the_configuration():
+    patches = np.arange(35 * 12, dtype=np.float32).reshape(35, 3, 2, 2)
+    image = image_from_arrays(patches, np.array([5, 7, 2, 3]), TINY)
+    np.testing.assert_array_equal(image.patches, patches.reshape(35, 12))
+    assert patches.flags.writeable, "the caller's array stays its own"
+    for grid in ([5, 7, 2, 4], [5, 7, 1, 3], [5], [5, 7, 2, 3, 1]):
+        with pytest.raises(ImageError, match=r"does not follow|it holds patch rows"):
+            image_from_arrays(patches, grid, TINY)
+    with pytest.raises(ImageError, match=r"shape \(35, 3, 2, 2\); grid \[7, 6, 3, 2\] needs \(42, 3, 2, 2\)"):
+        image_from_arrays(patches, [7, 6, 3, 2], TINY)
 
 
 def test_patches_are_read_only():

@@ -26,6 +26,7 @@ from v41jax.image_encoder import encode_images, rotary_angles, vision_inputs
 from v41jax.image_planning import ImageGrid
 from v41jax.layers import vision as layers
 from v41jax.precision import Precision
+from v41jax.presets import preset
 from v41jax.reference import vision as reference
 from v41jax.vision_parameters import DELIMITERS, vision_parameters
 
@@ -73,11 +74,12 @@ def test_golden_embeddings_differ_by_the_recorders_approximate_gelu_only(golden,
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (3, 3), (4, 10), (11, 2), (1, 63)])
-def test_float32_rows_equal_the_reference(grid):
-    tensors = random_tensors(TINY)
-    image = random_image(TINY, *grid)
-    (rows,) = encode_images(vision_parameters(tensor_source(TINY, tensors)), [image], TINY, FLOAT32)
-    expected = reference_rows(tensors, image, TINY)
+@pytest.mark.parametrize("config", [TINY, preset("odd").vision], ids=["tiny", "odd"])
+def test_float32_rows_equal_the_reference(config, grid):
+    tensors = random_tensors(config)
+    image = random_image(config, *grid)
+    (rows,) = encode_images(vision_parameters(tensor_source(config, tensors)), [image], config, FLOAT32)
+    expected = reference_rows(tensors, image, config)
     assert rows.shape == (image.grid.cells, TEXT_HIDDEN) == expected.shape
     np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -227,6 +229,7 @@ def test_float32_delimiters_are_read_as_bfloat16():
 
 
 def test_the_released_size_traces_with_485_million_parameters():
+    assert preset("v4.1-flash").vision == RELEASED
     shapes = tensor_shapes(RELEASED, text_hidden=5120)
     assert len(shapes) == 266
     assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(485.3e6, rel=1e-4)

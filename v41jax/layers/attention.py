@@ -11,12 +11,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.stored_rows import store_rows
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, quantize_input
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable, rotate
-from v41jax.layers.rows import Phase, Requests, Rows
+from v41jax.layers.rows import Requests, Rows
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8, quantize_q8
 
@@ -104,12 +106,12 @@ def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: 
         codes, scales = quantize_q8(kv)
         stored = jnp.concatenate([codes, scales], axis=-1)
     elif window_format == "bf16":
-        stored = fake_q8(kv).astype(window.dtype)
+        stored = fake_q8(kv)
     else:
-        stored = kv.astype(window.dtype)
+        stored = kv
     owner = ring_offset + slots[jnp.maximum(rows.batch_ids, 0)]
     owner = jnp.where(rows.ring_rows, owner, rings)
-    return window.at[owner, rows.positions % ring].set(stored, mode="drop")
+    return store_rows(window, (owner, rows.positions % ring), stored)
 
 
 def attend(
@@ -189,5 +191,5 @@ def project_output(heads: Array, weights: AttentionWeights, precision: Precision
             weights.wo_a.astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
-    low = low.astype(heads.dtype).reshape(heads.shape[0], -1)
+    low = round_to(low, heads.dtype).reshape(heads.shape[0], -1)
     return linear(quantize_input(low, precision), weights.wo_b, kernels)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
+from pallas_kernels.stored_rows import store_rows
 from scheduler.batch import CompressionPlan
 from v41jax.config import TextConfig
 from v41jax.layers.linear import product
@@ -96,7 +98,7 @@ def compress(
     latent, memory = _latents(normalized, weights, memory, plan, requests, ratio, text)
     # A group is rotated at the position of its first token.
     angles = at_positions(table, plan.positions // ratio * ratio)
-    key = product(latent, weights.wk).astype(latent.dtype)
+    key = round_to(product(latent, weights.wk), latent.dtype)
     key = rotate(rms_norm(key, weights.k_norm, text.rms_norm_eps), angles)
     main_row = encode_main(rotate(latent, angles), main_format)
     values, scales = encode_index_key(key, index_format)
@@ -110,7 +112,7 @@ def compress(
     offset = entry % rows_per_page
 
     def put(plane: Array, value: Array) -> Array:
-        return plane.at[page, offset].set(value.astype(plane.dtype), mode="drop")
+        return store_rows(plane, (page, offset), value)
 
     return memory._replace(
         main=put(memory.main, main_row),
@@ -133,7 +135,7 @@ def _latents(
     dtype = normalized.dtype
     closing = jnp.minimum(plan.closing_rows, count - 1)
     if ratio == 1:
-        pooled = product(normalized[closing], weights.wkv).astype(dtype)
+        pooled = round_to(product(normalized[closing], weights.wkv), dtype)
         return rms_norm(pooled, weights.norm, text.rms_norm_eps), memory
 
     kv = product(normalized, weights.wkv)
@@ -149,7 +151,7 @@ def _latents(
         member_kv.append(jnp.where(stored, memory.tail_kv[slot, tail], kv[row]))
         member_score.append(jnp.where(stored, memory.tail_score[slot, tail], score[row]))
     shares = jax.nn.softmax(jnp.stack(member_score), axis=0)
-    pooled = jnp.sum(shares * jnp.stack(member_kv), axis=0).astype(dtype)
+    pooled = round_to(jnp.sum(shares * jnp.stack(member_kv), axis=0), dtype)
 
     tail_rows = jnp.minimum(plan.tail_rows, count - 1)
     tail_slot = requests.slots[jnp.maximum(plan.tail_requests, 0)]

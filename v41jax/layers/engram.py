@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, quantize_input
 from v41jax.precision import Precision
@@ -96,5 +97,5 @@ def engram(
     keys = projected[:, : count * width].reshape(rows, count, width)
     value = projected[:, count * width :].astype(jnp.float32)
     gate = gates(streams, keys, weights, text.rms_norm_eps)
-    updated = (streams.astype(jnp.float32) + gate[:, :, None] * value[:, None, :]).astype(streams.dtype)
+    updated = round_to(streams.astype(jnp.float32) + gate[:, :, None] * value[:, None, :], streams.dtype)
     return jnp.where(engram_rows[:, None, None], updated, streams)

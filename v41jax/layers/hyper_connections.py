@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
 from v41jax.layers.linear import product
 
@@ -84,7 +85,7 @@ def collapse(streams: Array, pre_mix: Array) -> Array:
     Returns:
       [N, D] activation dtype; the sum is float32 and rounded once.
     """
-    return jnp.sum(streams.astype(jnp.float32) * pre_mix[:, :, None], axis=1).astype(streams.dtype)
+    return round_to(jnp.sum(streams.astype(jnp.float32) * pre_mix[:, :, None], axis=1), streams.dtype)
 
 
 def expand(output: Array, streams: Array, coefficients: Mixes) -> Array:
@@ -102,4 +103,4 @@ def expand(output: Array, streams: Array, coefficients: Mixes) -> Array:
     # Multiply and add, not a matrix unit: S is tiny and a reduced-precision pass would lose the streams.
     kept = jnp.sum(coefficients.combination[:, :, :, None] * residual[:, :, None, :], axis=1)
     added = coefficients.post[:, :, None] * output.astype(jnp.float32)[:, None, :]
-    return (added + kept).astype(streams.dtype)
+    return round_to(added + kept, streams.dtype)

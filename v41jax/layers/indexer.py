@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.candidate_scores import candidate_scores
 from pallas_kernels.index_scores import index_scores
+from pallas_kernels.rounding import round_to
 from pallas_kernels.select_candidates import select_candidates
 from pallas_kernels.select_topk import select_topk
 from v41jax.config import CandidateRole, TextConfig
@@ -68,8 +69,8 @@ def index_queries(
     query = linear(query_latent_quantized, weights.wq_b, kernels)
     query = query.reshape(query.shape[0], text.index_n_heads, text.index_head_dim)
     scale = text.index_head_dim**-0.5 * text.index_n_heads**-0.5
-    head_weights = product(normalized, weights.weights_proj).astype(dtype)
-    head_weights = (head_weights.astype(jnp.float32) * scale).astype(dtype)
+    head_weights = round_to(product(normalized, weights.weights_proj), dtype)
+    head_weights = round_to(head_weights.astype(jnp.float32) * scale, dtype)
     return rotate(query, rows.angles(ratio)), head_weights.astype(jnp.float32)
 
 
@@ -136,10 +137,7 @@ def select(
         return entries, counts, given
 
     count = query.shape[0]
-    if candidates is None or not consumes:
-        given = jnp.zeros((count, 0), jnp.int32)
-    else:
-        given = candidates
+    given = candidates if consumes else jnp.zeros((count, 0), jnp.int32)
     width = (
         given.shape[1] * text.candidate_block_size
         if consumes

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_scaled_linear import block_scaled_linear
+from pallas_kernels.rounding import round_to
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8
 
@@ -74,5 +75,5 @@ def linear(x: Array, weight: LinearWeight, kernels: str) -> Array:
       [N, O] in the dtype of `x`.
     """
     if weight.scales is None:
-        return product(x, weight.values).astype(x.dtype)
-    return block_scaled_linear(x, weight.values, weight.scales, implementation=kernels).astype(x.dtype)
+        return round_to(product(x, weight.values), x.dtype)
+    return block_scaled_linear(x, weight.values, weight.scales, implementation=kernels)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
+from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, product, quantize_input
 from v41jax.precision import Precision
@@ -103,7 +104,7 @@ def shared_expert(
     """The expert every row runs: [N, D] quantized input -> [N, D] activation dtype."""
     gate = linear(quantized, weights.w1, kernels)
     up = linear(quantized, weights.w3, kernels)
-    hidden = swiglu(gate, up, text.swiglu_limit).astype(quantized.dtype)
+    hidden = round_to(swiglu(gate, up, text.swiglu_limit), quantized.dtype)
     return linear(quantize_input(hidden, precision), weights.w2, kernels)
 
 
@@ -147,7 +148,7 @@ def moe(
         implementation=kernels,
     )
     shared = shared_expert(quantized, weights.shared, text, precision, kernels)
-    return (routed + shared.astype(jnp.float32)).astype(normalized.dtype), routing
+    return round_to(routed + shared.astype(jnp.float32), normalized.dtype), routing
 
 
 def _operand(weight: LinearWeight) -> ExpertWeights | Array:

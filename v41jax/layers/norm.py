@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rounding import round_to
+
 Array = jax.Array
 
 
@@ -21,4 +23,4 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     """
     value = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(value), axis=-1, keepdims=True) + epsilon)
-    return (weight.astype(jnp.float32) * (value * scale)).astype(x.dtype)
+    return round_to(weight.astype(jnp.float32) * (value * scale), x.dtype)

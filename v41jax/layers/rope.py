@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
 
 Array = jax.Array
@@ -98,5 +99,5 @@ def rotate(x: Array, angles: RopeTable) -> Array:
     pairs = x[..., width - 2 * half :].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    rotated = rotated.reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    rotated = round_to(rotated.reshape(*x.shape[:-1], 2 * half), x.dtype)
     return jnp.concatenate([x[..., : width - 2 * half], rotated], axis=-1)

@@ -25,7 +25,7 @@ class Fault(NamedTuple):
 
 
 class ProtocolError(ValueError):
-    """A request that breaks one or more rules of the chat protocol.
+    """A request that breaks one or more rules; an HTTP server answers 400.
 
     Attributes:
       faults: every fault found, in the order of the request. The text of the exception shows the first 20.
@@ -52,4 +52,7 @@ _short.maxdict = _short.maxlist = _short.maxtuple = 3
 
 def shorten(value: object) -> str:
     """`repr` of a value from a request, cut in length and depth so that an error stays one readable line."""
-    return _short.repr(value)
+    try:
+        return _short.repr(value)
+    except ValueError:  # an integer with more digits than Python writes
+        return f"a huge {type(value).__name__}"

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class ReasoningDelta(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReasoningDelta:
     """More reasoning; never empty."""
 
     text: str
 
 
-class ContentDelta(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContentDelta:
     """More content; never empty."""
 
     text: str
 
 
-class CallStarted(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallStarted:
     """The model began call number `index` (from 0) of the tool `name`."""
 
     index: int
     name: str
 
 
-class ArgumentsDelta(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
     """The next characters of the JSON text of a call's arguments; never empty. Joined they are `ToolCall.arguments`."""
 
     index: int
     fragment: str
 
 
-class CallFinished(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallFinished:
     """No more arguments follow for this call.
 
     Attributes:
@@ -47,7 +52,8 @@ class CallFinished(NamedTuple):
 Event = ReasoningDelta | ContentDelta | CallStarted | ArgumentsDelta | CallFinished
 
 
-class ToolCall(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
     """One call of a reply.
 
     Attributes:

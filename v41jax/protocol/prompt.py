@@ -8,7 +8,9 @@ control tokens would.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -40,9 +42,28 @@ class TextEncoder(Protocol):
 class ReplySource(Protocol):
     """What encoding needs of a memory of earlier replies; `ReplyMemory` has it."""
 
-    def recall(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """The ids that were generated for a reply body whose canonical ids are `ids`; None if unknown."""
+    def recall(self, key: bytes) -> Sequence[int] | None:
+        """The ids that were generated for the reply body of this `PrefixHash.key`; None if unknown."""
         ...
+
+
+class PrefixHash:
+    """Running hash of a prompt's ids, which gives each reply in it a key of its own.
+
+    A key covers everything before the reply. So what was generated in one conversation is never used in another,
+    where it would change nothing but how a text is cut into ids, and would miss the cache.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Ids that follow."""
+        self._hash.update(array("i", ids).tobytes())
+
+    def key(self, body: Sequence[int]) -> bytes:
+        """Key of a reply that stands here and whose text encodes to `body`."""
+        return hashlib.sha256(self._hash.digest() + array("i", body).tobytes()).digest()
 
 
 class OpenReply(NamedTuple):
@@ -94,12 +115,17 @@ class EncodedPrompt:
           replies: earlier replies whose generated ids differ from what their text encodes to. With it, a reply sent
             back by a client gets the ids that are in the cache.
         """
+        if replies is None:
+            return encode_segments(self.segments, tokenizer)
         ids: list[int] = []
-        done = 0
+        prefix = PrefixHash()
+        done = hashed = 0
         for first, end in self.reply_spans:
             ids += encode_segments(self.segments[done:first], tokenizer)
+            prefix.add(ids[hashed:])
+            hashed = len(ids)
             body = encode_segments(self.segments[first:end], tokenizer)
-            recalled = None if replies is None else replies.recall(body)
+            recalled = replies.recall(prefix.key(body))
             ids += body if recalled is None else recalled
             done = end
         return ids + encode_segments(self.segments[done:], tokenizer)

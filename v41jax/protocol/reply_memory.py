@@ -2,14 +2,13 @@
 
 A model may write a word in other pieces than the tokenizer would, leave out the blank line before its calls, or write
 JSON without spaces. A client sends such a reply back as text and arguments; encoding those gives other ids than the
-cache holds, and the prefix hit would end there. The memory maps the canonical ids of a reply body to the generated
-ones.
+cache holds, and the prefix hit would end there. The memory gives such a reply its generated ids back, in the
+conversation it was generated in and nowhere else.
 """
 
 from __future__ import annotations
 
 import collections
-import hashlib
 from array import array
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,7 +16,7 @@ from typing import Protocol
 from v41jax.protocol import tokens
 from v41jax.protocol.events import Reply
 from v41jax.protocol.json_text import decode_object
-from v41jax.protocol.prompt import EncodedPrompt, PromptWriter, TextEncoder, encode_segments
+from v41jax.protocol.prompt import EncodedPrompt, PrefixHash, PromptWriter, TextEncoder, encode_segments
 from v41jax.protocol.render import write_reply
 from v41jax.protocol.turns import Call, Turn
 
@@ -49,11 +48,8 @@ class ReplyMemory:
     def __len__(self) -> int:
         return len(self._replies)
 
-    def recall(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """The generated ids of a reply body with these canonical ids; None when they are the same or unknown."""
-        if not self._replies:
-            return None
-        key = _key(ids)
+    def recall(self, key: bytes) -> Sequence[int] | None:
+        """The generated ids of the reply with this key; None when they are its canonical ids, or unknown."""
         if key not in self._replies:
             return None
         self._replies.move_to_end(key)
@@ -65,7 +61,7 @@ class ReplyMemory:
         """Notes one finished reply.
 
         Args:
-          prompt: what was answered.
+          prompt: what was answered, encoded with a tokenizer and with this memory.
           generated: the generated ids, without the end token.
           text: the text that `reply` was parsed from. When it is not all of the ids' text, because a stop string cut
             it, the reply is not remembered.
@@ -74,7 +70,13 @@ class ReplyMemory:
 
         Returns:
           Whether the reply, sent back by a client, now encodes to the generated ids.
+
+        Raises:
+          ValueError: the prompt has no token ids.
         """
+        if prompt.token_ids is None:
+            raise ValueError("only replies to a prompt with token ids can be remembered; give encode_chat a tokenizer")
+        before_body = prompt.token_ids
         body = list(generated)
         writer = PromptWriter()
         if prompt.open_reply is None:
@@ -86,7 +88,9 @@ class ReplyMemory:
                 return False
             said = tokens.BLANK_LINE.join(piece for piece in before.content if isinstance(piece, str))
             turn = Turn("assistant", (said + reply.content,), reasoning=before.reasoning, calls=_calls(reply))
-            body = encode_segments(prompt.segments[first:], tokenizer) + body
+            opened = encode_segments(prompt.segments[first:], tokenizer)
+            before_body = before_body[: len(before_body) - len(opened)]
+            body = opened + body
         if reply.is_truncated or tokenizer.decode(generated) != text:
             return False
         markup = {tokenizer.control_id(token) for token in tokens.MARKUP_TOKENS}
@@ -96,20 +100,21 @@ class ReplyMemory:
             return False
         write_reply(turn, writer, with_reasoning=with_reasoning)
         canonical = encode_segments(writer.segments(), tokenizer)
-        if canonical != body:
-            self._store(_key(canonical), array("i", body))
+        prefix = PrefixHash()
+        prefix.add(before_body)
+        self._store(prefix.key(canonical), array("i", body) if canonical != body else None)
         return True
 
-    def _store(self, key: bytes, body: array[int]) -> None:
+    def _store(self, key: bytes, body: array[int] | None) -> None:
+        """Puts a reply in place of an earlier one with this key; None only forgets that one."""
         replaced = self._replies.pop(key, None)
-        self._tokens += len(body) - (0 if replaced is None else len(replaced))
+        self._tokens -= 0 if replaced is None else len(replaced)
+        if body is None:
+            return
+        self._tokens += len(body)
         self._replies[key] = body
         while self._tokens > self._max_tokens:
             self._tokens -= len(self._replies.popitem(last=False)[1])
-
-
-def _key(ids: Sequence[int]) -> bytes:
-    return hashlib.sha256(array("i", ids).tobytes()).digest()
 
 
 def _calls(reply: Reply) -> tuple[Call, ...]:

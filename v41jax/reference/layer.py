@@ -16,14 +16,24 @@ from v41jax.reference.weights import Weights
 
 
 class ReferenceLayer:
-    """The arithmetic of one layer over the rows of one forward; holds no state of a sequence."""
+    """The arithmetic of one layer over the rows of one forward; holds no state of a sequence.
 
-    def __init__(self, topology: LayerTopology, config: ModelConfig, weights: Weights, arithmetic: Arithmetic):
+    `name` is the prefix of its tensors; by default `layers.{index}`.
+    """
+
+    def __init__(
+        self,
+        topology: LayerTopology,
+        config: ModelConfig,
+        weights: Weights,
+        arithmetic: Arithmetic,
+        name: str | None = None,
+    ):
         self.topology = topology
         self._text = config.text
         self._weights = weights
         self._arithmetic = arithmetic
-        self._name = f"layers.{topology.index}"
+        self._name = f"layers.{topology.index}" if name is None else name
         self._frequencies = rope_frequencies(config.text, compressed=topology.ratio > 0)
 
     def run(

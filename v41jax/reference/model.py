@@ -11,8 +11,7 @@ from checkpoints.engram_tables import EngramTables
 from checkpoints.load import Checkpoint
 from scheduler.batch import DEAD
 from v41jax import quantization_numpy as codecs
-from v41jax.engram_hashing import history_before
-from v41jax.engram_lookup import EngramLookup
+from v41jax.engram_hashing import EngramHasher, history_before
 from v41jax.reference.hyper_connections import collapse, identity_pre_mix
 from v41jax.reference.layer import ReferenceLayer
 from v41jax.reference.numerics import Arithmetic, Float, rms_norm
@@ -66,12 +65,12 @@ class ReferenceModel:
             ReferenceLayer(topology, self.config, self._weights, self.arithmetic) for topology in self.config.layers
         )
         self._tables: EngramTables | None = None
-        self._lookup: EngramLookup | None = None
+        self._hasher: EngramHasher | None = None
         if self.config.text.engram_layer_ids:
             if token_map is None:
                 token_map = load_token_map(checkpoint.directory, self.config)
+            self._hasher = EngramHasher(self.config, token_map)
             self._tables = EngramTables.open(checkpoint)
-            self._lookup = EngramLookup(self.config, token_map, self._tables)
 
     def __enter__(self) -> ReferenceModel:
         return self
@@ -210,15 +209,17 @@ class ReferenceModel:
         self, ids: NDArray[np.int64], image: NDArray[np.bool_], state: SequenceState, start: int
     ) -> tuple[NDArray[np.int64], tuple[Float, ...], NDArray[np.int32]]:
         """Row ids [m, layers, columns], dequantized rows per layer, and compressed ids [m]."""
-        if self._lookup is None:
+        if self._hasher is None or self._tables is None:
             return np.zeros((ids.size, 0, 0), np.int64), (), np.where(image, DEAD, 0).astype(np.int32)
-        hasher = self._lookup.hasher
-        compressed = hasher.compress(ids, image)
-        history = history_before(state.compressed_ids, start, hasher.history_size)
-        row_ids = hasher.row_ids(np.concatenate([history, compressed]))
-        stored = self._lookup.rows(compressed, history[None], [0, ids.size])
-        rows = tuple(
-            codecs.dequantize_rows(codes, scales).astype(np.float64).reshape(ids.size, -1)
-            for codes, scales in zip(stored.codes, stored.scales)
-        )
-        return row_ids, rows, compressed
+        compressed = self._hasher.compress(ids, image)
+        history = history_before(state.compressed_ids, start, self._hasher.history_size)
+        row_ids = self._hasher.row_ids(np.concatenate([history, compressed]))
+        live = compressed != DEAD
+        width = self._hasher.columns * self.config.text.engram_head_dim
+        tables = []
+        for ordinal in range(row_ids.shape[1]):
+            rows = np.zeros((ids.size, width))
+            stored = self._tables.gather(ordinal, row_ids[live, ordinal].reshape(-1))
+            rows[live] = codecs.dequantize_rows(*stored).reshape(-1, width)
+            tables.append(rows)
+        return row_ids, tuple(tables), compressed

@@ -28,7 +28,7 @@ _BFLOAT16_SUBNORMAL_STEP = 2.0**-133
 
 def round_to_bfloat16(x: Float) -> Float:
     """float64 -> nearest bfloat16 value, ties to even, in one rounding (no detour through float32); same shape."""
-    x = np.ascontiguousarray(x, np.float64)
+    x = np.asarray(x, np.float64)
     bits = x.view(np.uint64)
     kept = np.uint64(45)  # 52 mantissa bits of float64 less the 7 of bfloat16
     odd = (bits >> kept) & np.uint64(1)

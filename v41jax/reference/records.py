@@ -11,7 +11,6 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.batch import DEAD
 from v41jax.reference.numerics import Float
 
 HIDDEN, FROM_STATE, FROM_FORWARD = 0, 1, 2
@@ -45,9 +44,9 @@ class LayerVisibility:
         rows = np.arange(start, stop)[:, None]
         positions = np.arange(stop)[None, :]
         seen = (positions <= rows) & (positions > rows - window)
-        bank = np.where(positions < start, FROM_STATE, FROM_FORWARD)
+        bank = np.where(positions < start, FROM_STATE, FROM_FORWARD).astype(np.int8)
         every = np.ones(stop - start, bool)
-        return cls(every, every, np.where(seen, bank, HIDDEN).astype(np.int8))
+        return cls(every, every, np.where(seen, bank, np.int8(HIDDEN)))
 
 
 @dataclasses.dataclass
@@ -200,8 +199,3 @@ def extended(old: NDArray | None, rows: int, width: int) -> Float:
         kept = min(rows, old.shape[0])
         result[:kept] = old[:kept]
     return result
-
-
-def dead_history(size: int) -> NDArray[np.int32]:
-    """[size] DEAD ids: what precedes position 0."""
-    return np.full(size, DEAD, np.int32)

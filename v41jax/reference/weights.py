@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from numpy.typing import NDArray
 
 from checkpoints.load import Checkpoint
 from v41jax import quantization_numpy as codecs
@@ -47,7 +50,7 @@ class Weights:
             ),
         )
 
-    def _widened(self, name: str, read) -> Float:
+    def _widened(self, name: str, read: Callable[[], NDArray]) -> Float:
         if name in self._held:
             return self._held[name]
         value = np.asarray(read()).astype(np.float32).astype(np.float64)

@@ -1,0 +1,1 @@
+"""Timings of the product and its parts; nothing here is imported by the product."""

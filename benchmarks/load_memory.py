@@ -1,0 +1,104 @@
+"""Peak host memory of loading a checkpoint into JAX arrays on the CPU. One JSON line on standard output.
+
+    python -m benchmarks.load_memory --gigabytes 2
+
+Synthesizes a checkpoint of that size (or takes `--model DIR`), loads its text weights as stored, maps its Engram
+tables, and compares the peak with the bytes of the weights that stay. Exits with 1 when more than `--allowed-mb` was
+needed on top.
+Linux only: the peak is read from /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from benchmarks.provenance import provenance
+from checkpoints.engram_tables import EngramTables
+from checkpoints.load import Checkpoint
+from checkpoints.schema import tensor_schema
+from checkpoints.synthesize import synthesize
+from v41jax.config import ModelConfig
+from v41jax.parameters import load_parameters
+from v41jax.presets import preset_dict
+
+MEBIBYTE = 2**20
+
+
+def peak_bytes() -> int:
+    """Largest resident size of this process since `reset_peak`, file pages included."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM: this benchmark needs Linux")
+
+
+def reset_peak() -> int:
+    """Starts a new peak at the present resident size and returns it, bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def config_of_size(nbytes: int) -> ModelConfig:
+    """`bench-small` with as many experts as make the checkpoint at least `nbytes` large."""
+    root = preset_dict("bench-small")
+
+    def sized(experts: int) -> ModelConfig:
+        root["text_config"]["n_routed_experts"] = experts
+        return ModelConfig.from_dict(root)
+
+    def size(config: ModelConfig) -> int:
+        return sum(spec.nbytes for spec in tensor_schema(config).values())
+
+    few, more = size(sized(2)), size(sized(3))
+    return sized(max(2, 2 - (few - nbytes) // (more - few)))
+
+
+def measure(directory: Path) -> dict[str, object]:
+    """Loads the text weights of a directory and reports bytes and seconds."""
+    jax.device_put(0.0).block_until_ready()
+    on_disk = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    before = reset_peak()
+    start = time.perf_counter()
+    with Checkpoint.open(directory) as checkpoint:
+        parameters = jax.block_until_ready(load_parameters(checkpoint, max_model_len=4096))
+        tables = EngramTables.open(checkpoint)
+    seconds = time.perf_counter() - start
+    growth = peak_bytes() - before
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+    tables.close()
+    return {
+        "checkpoint_bytes": on_disk,
+        "kept_bytes": kept,
+        "peak_growth_bytes": growth,
+        "overhead_mb": round((growth - kept) / MEBIBYTE, 1),
+        "seconds": round(seconds, 2),
+    }
+
+
+def main() -> None:
+    """Parses the arguments, measures once, prints one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the synthesized checkpoint, 1e9 bytes")
+    parser.add_argument("--model", type=Path, help="an existing checkpoint directory instead")
+    parser.add_argument("--allowed-mb", type=float, default=512.0, help="memory allowed on top of the weights, MiB")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = arguments.model
+        if directory is None:
+            directory = Path(scratch) / "model"
+            synthesize(directory, config_of_size(int(arguments.gigabytes * 1e9)))
+        result = measure(directory)
+    print(json.dumps({"benchmark": "load_memory", **result, "allowed_mb": arguments.allowed_mb, **provenance()}))
+    if float(str(result["overhead_mb"])) > arguments.allowed_mb:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

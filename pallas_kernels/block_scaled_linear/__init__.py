@@ -1,0 +1,45 @@
+"""Linear layer over a weight stored as E4M3 codes with one E8M0 scale per 32 x 32 block."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import backend
+from pallas_kernels.block_scaled_linear import triton, xla
+
+Array = jax.Array
+
+
+def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation: str = "auto") -> Array:
+    """y = x @ dequantized(codes, scales).T, widened inside the product.
+
+    The caller has fake-quantized `x` (Q8) where the model does; its values are then exact in bfloat16, as is every
+    widened weight, so this differs from a product of codes only in summation order. Sources: model specification,
+    "Quantized GEMM" and "Equivalence that makes JAX easy".
+
+    Args:
+      x: [N, K] activation dtype (bfloat16 or float32).
+      codes: [O, K] float8_e4m3fn, or uint8 holding the same codes.
+      scales: [O / 32, K / 32] uint8 E8M0 codes.
+      implementation: "auto", "xla" or "pallas".
+
+    Returns:
+      [N, O] activation dtype, accumulated in float32 and rounded once. A NaN code or scale 255 makes its outputs NaN.
+
+    Raises:
+      ValueError: where shapes do not fit each other, or for an unknown implementation.
+      KernelUnsupportedError: "pallas" where no kernel runs.
+    """
+    outputs, inputs = codes.shape
+    if x.shape[-1] != inputs or scales.shape != (outputs // 32, inputs // 32) or outputs % 32 or inputs % 32:
+        raise ValueError(
+            f"block_scaled_linear needs x [N, K], codes [O, K], scales [O/32, K/32] with O and K multiples of 32; "
+            f"got x {x.shape}, codes {codes.shape}, scales {scales.shape}"
+        )
+    faster = triton.preferred(x.shape[0], codes.size)
+    choice = backend.choose(
+        "block_scaled_linear", implementation, {"triton": backend.Candidate(triton.unsupported(x, codes), faster)}
+    )
+    if choice.implementation == "triton":
+        return triton.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
+    return xla.block_scaled_linear(x, codes, scales)

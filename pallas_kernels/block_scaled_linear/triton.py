@@ -1,0 +1,156 @@
+"""The block-scaled linear layer for GPUs: weight tiles are widened in registers on their way to the product.
+
+Outputs are the left operand's rows, so that the tensor cores see whole tiles even for one row of x. When outputs alone
+do not fill the device, the inner dimension is cut among programs and their float32 parts are added by a second kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.triton_widening import LANE_GROUP, fp8_operand, packed_instructions, widen_e4m3
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+      outputs: outputs of one program, at least 16.
+      rows: rows of x of one program, at least 16.
+      inner: inner dims of one step, a multiple of `LANE_GROUP`. Scales are copied ahead of their use only where a
+        thread has four of them: outputs * inner of at least 4096 per warp.
+      splits: programs among which the inner dimension is cut.
+      num_warps, num_stages: of one program.
+    """
+
+    outputs: int
+    rows: int
+    inner: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def splits_for(inputs: int, outputs: int, tile_outputs: int, inner: int, programs: int) -> int:
+    """Cuts of the inner dimension that give about `programs` programs per tile of rows, no two steps of work apart."""
+    steps = -(-inputs // inner)
+    wanted = max(1, min(steps, round(programs / -(-outputs // tile_outputs))))
+    return -(-steps // -(-steps // wanted))
+
+
+def config_for(rows: int, inputs: int, outputs: int, generation: str) -> Config:
+    """The configuration for x [rows, inputs] and `outputs` outputs."""
+    tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
+    rocm = generation == "rocm"
+    large = inputs * outputs >= 2**24 and not rocm
+    tile_outputs, inner = (128 if large else 64), (256 if tile_rows == 16 and not rocm else 128)
+    while inner > LANE_GROUP and inner // 2 >= inputs:
+        inner //= 2
+    warps = 8 if large and inner == 256 else 4
+    programs = max(1, (608 if rocm else 264) // -(-rows // tile_rows))
+    splits = splits_for(inputs, outputs, tile_outputs, inner, programs)
+    return Config(tile_outputs, tile_rows, inner, splits, warps, 1 if rocm else 3)
+
+
+MOST_ROWS = 64
+"""The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
+LEAST_WEIGHT = 2**22
+"""Weight elements below which XLA's product of one row, fused with the widening, was measured to be no slower."""
+
+
+def preferred(rows: int, weight: int) -> bool:
+    """Whether `auto` takes the kernel for `rows` rows and `weight` weight elements: where it won on an H200."""
+    return rows <= MOST_ROWS and (rows > 1 or weight >= LEAST_WEIGHT)
+
+
+def unsupported(x: Array, codes: Array) -> str | None:
+    """Why the kernel cannot run on these arrays, or None."""
+    if x.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, not {x.dtype.name}"
+    if codes.size >= 2**31:
+        return f"{codes.size} weight bytes do not fit 32-bit offsets"
+    return None
+
+
+def _kernel(
+    x_ref: object, codes_ref: object, scales_ref: object, out_ref: object, *, config: Config, rows: int, cuda: bool
+) -> None:
+    """One tile of outputs and rows over one split of the inner dimension."""
+    triton = backend.triton()
+    program = pl.program_id(0)
+    outputs, inputs = codes_ref.shape
+    padded = x_ref.shape[1]
+    output_tiles = -(-outputs // config.outputs)
+    first_output = (program % output_tiles) * config.outputs
+    split = (program // output_tiles) % config.splits
+    first_row = (program // (output_tiles * config.splits)) * config.rows
+    output = first_output + jnp.arange(config.outputs, dtype=jnp.int32)
+    row = first_row + jnp.arange(config.rows, dtype=jnp.int32)
+    near_output = jnp.minimum(output, outputs - 1)
+    steps = padded // config.splits // config.inner
+
+    def load(ref: object, index: Array, first: Array, count: int, live: Array | None = None) -> Array:
+        column = first + jnp.arange(count, dtype=jnp.int32)
+        shape = (index.shape[0], count)
+        place = ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+        if live is not None:
+            return triton.load(place, mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
+        if padded == inputs:
+            return triton.load(place)
+        return triton.load(place, mask=jnp.broadcast_to(column[None, :] < ref.shape[1], shape), other=0)
+
+    def step(index: Array, total: Array) -> Array:
+        block = split * steps + index
+        codes = load(codes_ref, near_output, block * config.inner, config.inner)
+        scales = load(scales_ref, lax.div(near_output, 32), block * (config.inner // 32), config.inner // 32)
+        # Rows that are not there cost no traffic.
+        x = load(x_ref, row, block * config.inner, config.inner, live=row < rows)
+        return total + jnp.dot(widen_e4m3(codes, scales, cuda), x.T, preferred_element_type=jnp.float32)
+
+    total = lax.fori_loop(0, steps, step, jnp.zeros((config.outputs, config.rows), jnp.float32)).T
+    # Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
+    shape = (config.rows, config.outputs)
+    stored = jnp.broadcast_to(row[:, None] < rows, shape) & jnp.broadcast_to(output[None, :] < outputs, shape)
+    place = jnp.where(stored, jnp.broadcast_to(row[:, None], shape), rows)
+    column = jnp.broadcast_to(output[None, :], shape)
+    if config.splits == 1:
+        triton.store(out_ref.at[place, column], total.astype(out_ref.dtype), mask=stored)
+    else:
+        triton.store(out_ref.at[jnp.full(shape, split), place, column], total, mask=stored)
+
+
+def block_scaled_linear(
+    x: Array, codes: Array, scales: Array, *, config: Config | None = None, interpret: bool = False
+) -> Array:
+    """See `pallas_kernels.block_scaled_linear`; `unsupported` has been asked."""
+    rows, inputs = x.shape
+    outputs = codes.shape[0]
+    if rows == 0:
+        return jnp.zeros((0, outputs), x.dtype)
+    config = config or config_for(rows, inputs, outputs, backend.current_target().generation)
+    stride = config.inner * config.splits
+    operand = fp8_operand(x, -(-inputs // stride) * stride)
+    if codes.dtype != jnp.uint8:
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    shape = (rows, outputs) if config.splits == 1 else (config.splits, rows, outputs)
+    grid = -(-outputs // config.outputs) * config.splits * -(-rows // config.rows)
+    out = backend.triton_call(
+        functools.partial(_kernel, config=config, rows=rows, cuda=packed_instructions() and not interpret),
+        jax.ShapeDtypeStruct(shape, x.dtype if config.splits == 1 else jnp.float32),
+        grid=(grid,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="block_scaled_linear",
+    )(operand, codes, scales)
+    return out if config.splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)

@@ -1,0 +1,376 @@
+"""The routed experts for GPUs: one kernel for gate, up and activation, one for down, widening weights in registers.
+
+A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks. With very
+few rows every pair is a block of its own. x and the hidden values are kept in the order in which weights are widened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.arithmetic import fake_q8_group
+from pallas_kernels.grouped_experts.types import ExpertWeights
+from pallas_kernels.triton_widening import (
+    LANE_GROUP,
+    UNIT_EXPONENT,
+    fp4_operand,
+    fp4_place,
+    packed_instructions,
+    widen_e2m1,
+)
+
+Array = jax.Array
+
+MOST_UNSORTED = 12
+"""(row, expert) pairs up to which every pair is a block: ordering them would cost more than reading an expert twice."""
+MOST_COMPARED = 1024
+"""Pairs up to which they are ordered by comparing all with all, a few fused kernels where a sort is many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one of the two products is cut.
+
+    Attributes:
+      outputs: outputs of one program (for the first kernel: of each of its two matrices), a multiple of 32.
+      inner: packed bytes of one step, a multiple of `LANE_GROUP`. Scales are copied ahead of their use only where a
+        thread has four of them: outputs * inner of at least 2048 per warp.
+      num_warps, num_stages: of one program.
+    """
+
+    outputs: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """rows: rows of a block, at least 16; hidden, down: the two products."""
+
+    rows: int
+    hidden: Tile
+    down: Tile
+
+
+def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config:
+    """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
+    stages = 1 if generation == "rocm" else 3
+
+    def inner(packed: int, most: int) -> int:
+        size = LANE_GROUP
+        while size < most and size < packed:
+            size *= 2
+        return size
+
+    mean = -(-pairs // experts)
+    if mean >= 64:
+        rows = 64 if generation == "rocm" else 128
+        warps, outputs, most = (4, 64, 64) if generation == "rocm" else (8, 128, 64)
+    else:
+        rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
+        warps, outputs, most = 4, 64, 128
+    return Config(
+        rows,
+        Tile(outputs, inner(width // 2, most), warps, stages),
+        Tile(outputs, inner(hidden // 2, most), warps, stages),
+    )
+
+
+def unsupported(x: Array, w1: object, w2: object) -> str | None:
+    """Why the kernel cannot run on these arrays, or None."""
+    if x.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, not {x.dtype.name}"
+    if not isinstance(w1, ExpertWeights) or not isinstance(w2, ExpertWeights):
+        return "it reads packed weights, not dequantized ones"
+    for part in (w1.packed, w2.packed):
+        if 2**31 <= part.size <= 2**32:
+            return f"{part.size} weight bytes; offsets between 2 and 4 GiB do not fit the lowering"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Which rows of which expert every block holds.
+
+    Attributes:
+      expert: [B] int32; the number of experts for a block that holds nothing.
+      first, end: [B] int32, sorted positions of the block's first row and of the end of its expert's rows.
+      pair: [P] int32, the (row, expert) pair at each sorted position.
+    """
+
+    expert: Array
+    first: Array
+    end: Array
+    pair: Array
+
+
+def _blocks(ids: Array, experts: int, rows: int) -> _Blocks:
+    """Blocks of the pairs ids [P], where pairs that are not served have the id `experts`."""
+    pairs = ids.shape[0]
+    position = jnp.arange(pairs, dtype=jnp.int32)
+    if pairs <= MOST_UNSORTED:
+        return _Blocks(ids, position, position + 1, position)
+    expert = jnp.arange(experts, dtype=jnp.int32)
+    if pairs <= MOST_COMPARED:
+        earlier = (ids[None, :] < ids[:, None]) | (
+            (ids[None, :] == ids[:, None]) & (position[None, :] < position[:, None])
+        )
+        place = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+        pair = jnp.sum(jnp.where(place[None, :] == position[:, None], position[None, :], 0), axis=1, dtype=jnp.int32)
+        ends = jnp.sum(ids[None, :] <= expert[:, None], axis=1, dtype=jnp.int32)
+        starts = jnp.sum(ids[None, :] < expert[:, None], axis=1, dtype=jnp.int32)
+    else:
+        pair = jnp.argsort(ids, stable=True).astype(jnp.int32)
+        sizes = jnp.zeros(experts, jnp.int32).at[ids].add(1, mode="drop")
+        ends = jnp.cumsum(sizes)
+        starts = ends - sizes
+    counts = -(-(ends - starts) // rows)
+    until = jnp.sum(jnp.where(expert[None, :] <= expert[:, None], counts[None, :], 0), axis=1, dtype=jnp.int32)
+    index = jnp.arange(min(experts, pairs) + pairs // rows, dtype=jnp.int32)
+    owner = jnp.sum(until[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    near = jnp.minimum(owner, experts - 1)
+    return _Blocks(owner, starts[near] + (index - until[near] + counts[near]) * rows, ends[near], pair)
+
+
+def _load(ref: object, index: Array, first: Array, count: int, live: Array | None, leading: Array | None) -> Array:
+    """ref[(leading,) index, first : first + count] as [len(index), count], zero for dead rows or past the last column.
+
+    What is not there costs no traffic; columns are only compared where the last step runs past the width.
+    """
+    shape = (index.shape[0], count)
+    column = first + jnp.arange(count, dtype=jnp.int32)
+    place = [jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+    if leading is not None:
+        place.insert(0, jnp.broadcast_to(leading, shape))
+    if live is not None:
+        return backend.triton().load(ref.at[tuple(place)], mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
+    if ref.shape[-1] % count == 0:
+        return backend.triton().load(ref.at[tuple(place)])
+    return backend.triton().load(ref.at[tuple(place)], mask=place[-1] < ref.shape[-1], other=0)
+
+
+def _product(
+    weights: list[tuple],
+    expert: Array,
+    output: Array,
+    x_ref: object,
+    x_row: Array,
+    live: Array,
+    tile: Tile,
+    cuda: bool,
+) -> list[Array]:
+    """Sums [outputs, rows] of every (packed, scales) ref pair with the live rows `x_row` of an FP4 operand."""
+    padded = x_ref.shape[1] // 2
+
+    def step(index: Array, totals: tuple) -> tuple:
+        first = index * tile.inner
+        even = _load(x_ref, x_row, first, tile.inner, live, None).T
+        odd = _load(x_ref, x_row, padded + first, tile.inner, live, None).T
+        results = []
+        for total, (packed_ref, scales_ref) in zip(totals, weights, strict=True):
+            packed = _load(packed_ref, output, first, tile.inner, None, expert)
+            scales = _load(scales_ref, output, index * (tile.inner // 16), tile.inner // 16, None, expert)
+            low, high = widen_e2m1(packed, scales, cuda)
+            total = total + jnp.dot(low, even, preferred_element_type=jnp.float32)
+            results.append(total + jnp.dot(high, odd, preferred_element_type=jnp.float32))
+        return tuple(results)
+
+    start = tuple(jnp.zeros((tile.outputs, x_row.shape[0]), jnp.float32) for _ in weights)
+    return list(lax.fori_loop(0, -(-weights[0][0].shape[-1] // tile.inner), step, start))
+
+
+def _hidden_kernel(
+    x_ref: object,
+    weights_ref: object,
+    expert_ref: object,
+    first_ref: object,
+    end_ref: object,
+    pair_ref: object,
+    gate_packed: object,
+    gate_scales: object,
+    up_packed: object,
+    up_scales: object,
+    hidden_ref: object,
+    *,
+    config: Config,
+    chosen: int,
+    swiglu_limit: float,
+    quantize_hidden: bool,
+    cuda: bool,
+) -> None:
+    """Hidden values of one block for one tile of outputs, as an FP4 operand; outputs past the last one are zero."""
+    triton, tile = backend.triton(), config.hidden
+    experts, outputs, _ = gate_packed.shape
+    tiles = hidden_ref.shape[1] // tile.outputs
+    program = pl.program_id(0)
+    block = program // tiles
+    output = (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+    expert = triton.load(expert_ref.at[block])
+
+    @pl.when(expert < experts)
+    def _() -> None:
+        position = triton.load(first_ref.at[block]) + jnp.arange(config.rows, dtype=jnp.int32)
+        live = position < triton.load(end_ref.at[block])
+        pair = triton.load(pair_ref.at[jnp.where(live, position, 0)])
+        routing = triton.load(weights_ref.at[pair])
+        near = jnp.minimum(output, outputs - 1)
+        refs = [(gate_packed, gate_scales), (up_packed, up_scales)]
+        gate, up = _product(refs, expert, near, x_ref, lax.div(pair, chosen), live, tile, cuda)
+        gate, up = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in (gate, up))
+        if swiglu_limit > 0:
+            gate = jnp.minimum(gate, swiglu_limit)
+            up = jnp.minimum(jnp.maximum(up, -swiglu_limit), swiglu_limit)
+        hidden = routing[None, :] * (gate / (1.0 + jnp.exp(-gate)) * up)
+        hidden = jnp.where((output < outputs)[:, None], hidden, 0).astype(jnp.bfloat16)
+        if quantize_hidden:
+            groups = hidden.reshape(tile.outputs // 32, 32, config.rows)
+            hidden = fake_q8_group(groups, axis=1).reshape(tile.outputs, config.rows)
+        hidden = hidden * jnp.asarray(2.0**UNIT_EXPONENT, jnp.bfloat16)
+        column = fp4_place(output, hidden_ref.shape[1] // 2)
+        _store(hidden_ref, hidden, position, live, column, output < hidden_ref.shape[1])
+
+
+def _down_kernel(
+    hidden_ref: object,
+    expert_ref: object,
+    first_ref: object,
+    end_ref: object,
+    pair_ref: object,
+    packed_ref: object,
+    scales_ref: object,
+    out_ref: object,
+    *,
+    config: Config,
+    cuda: bool,
+) -> None:
+    """Expert outputs of one block for one tile of outputs, at the pairs' own places."""
+    triton, tile = backend.triton(), config.down
+    experts, outputs, _ = packed_ref.shape
+    tiles = -(-outputs // tile.outputs)
+    program = pl.program_id(0)
+    block = program // tiles
+    output = (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+    expert = triton.load(expert_ref.at[block])
+
+    @pl.when(expert < experts)
+    def _() -> None:
+        position = triton.load(first_ref.at[block]) + jnp.arange(config.rows, dtype=jnp.int32)
+        live = position < triton.load(end_ref.at[block])
+        position = jnp.where(live, position, triton.load(first_ref.at[block]))
+        pair = triton.load(pair_ref.at[position])
+        near = jnp.minimum(output, outputs - 1)
+        [total] = _product([(packed_ref, scales_ref)], expert, near, hidden_ref, position, live, tile, cuda)
+        _store(out_ref, total.astype(jnp.bfloat16), pair, live, output, output < outputs)
+
+
+def _store(ref: object, values: Array, row: Array, live: Array, column: Array, present: Array) -> None:
+    """ref[row, column] = values [columns, rows], turned so that columns are contiguous.
+
+    Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
+    """
+    shape = (row.shape[0], column.shape[0])
+    stored = jnp.broadcast_to(live[:, None], shape) & jnp.broadcast_to(present[None, :], shape)
+    place = jnp.where(stored, jnp.broadcast_to(row[:, None], shape), ref.shape[0])
+    backend.triton().store(ref.at[place, jnp.broadcast_to(column[None, :], shape)], values.T, mask=stored)
+
+
+def grouped_experts(
+    x: Array,
+    expert_ids: Array,
+    weights: Array,
+    w1: ExpertWeights,
+    w3: ExpertWeights,
+    w2: ExpertWeights,
+    *,
+    swiglu_limit: float,
+    quantize_hidden: bool,
+    valid: Array,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Array:
+    """See `pallas_kernels.grouped_experts`; `unsupported` has been asked."""
+    rows, chosen = expert_ids.shape
+    experts, hidden_width, _ = w1.packed.shape
+    pairs, width = rows * chosen, x.shape[1]
+    if pairs == 0:
+        return jnp.zeros((rows, width), jnp.float32)
+    config = config or config_for(pairs, experts, width, hidden_width, backend.current_target().generation)
+    cuda = packed_instructions() and not interpret
+    served = valid[:, None] & (expert_ids >= 0) & (expert_ids < experts)
+    ids = jnp.where(served, expert_ids, experts)
+    blocks = _blocks(ids.reshape(-1), experts, config.rows)
+    lists = (blocks.expert, blocks.first, blocks.end, blocks.pair)
+    count = blocks.expert.shape[0]
+
+    def call(kernel: object, tile: Tile, outputs: int, name: str, *operands: Array) -> Array:
+        return backend.triton_call(
+            kernel,
+            jax.ShapeDtypeStruct((pairs, outputs), jnp.bfloat16),
+            grid=(count * -(-outputs // tile.outputs),),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            interpret=interpret,
+            name=name,
+        )(*operands)
+
+    def padded(width: int, inner: int, outputs: int = 1) -> int:
+        unit = math.lcm(2 * inner, outputs)
+        return -(-width // unit) * unit
+
+    hidden = call(
+        functools.partial(
+            _hidden_kernel,
+            config=config,
+            chosen=chosen,
+            swiglu_limit=swiglu_limit,
+            quantize_hidden=quantize_hidden,
+            cuda=cuda,
+        ),
+        config.hidden,
+        padded(hidden_width, config.down.inner, config.hidden.outputs),
+        "grouped_experts_hidden",
+        fp4_operand(x, padded(width, config.hidden.inner) // 2),
+        weights.reshape(-1),
+        *lists,
+        *w1,
+        *w3,
+    )
+    outputs = call(
+        functools.partial(_down_kernel, config=config, cuda=cuda),
+        config.down,
+        width,
+        "grouped_experts_down",
+        hidden,
+        *lists,
+        *w2,
+    )
+    return _combine(outputs.reshape(rows, chosen, width), ids, served)
+
+
+def _combine(outputs: Array, ids: Array, served: Array) -> Array:
+    """Sums outputs [N, k, D] in float32 in ascending expert id; pairs that are not served count as zero.
+
+    Ranks come from comparisons, which join the sum in one kernel where a sort would be several.
+    """
+    chosen = ids.shape[1]
+    column = jnp.arange(chosen)
+    before = (ids[:, None, :] < ids[:, :, None]) | (
+        (ids[:, None, :] == ids[:, :, None]) & (column[None, None, :] < column[None, :, None])
+    )
+    rank = jnp.sum(before, axis=2)
+    total = jnp.zeros((outputs.shape[0], outputs.shape[2]), jnp.float32)
+    for place in range(chosen):
+        source = jnp.sum(jnp.where(rank == place, column, 0), axis=1)
+        term = jnp.take_along_axis(outputs, source[:, None, None], axis=1)[:, 0].astype(jnp.float32)
+        kept = jnp.take_along_axis(served, source[:, None], axis=1)
+        total += jnp.where(kept, term, 0)
+    return total

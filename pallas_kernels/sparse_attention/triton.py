@@ -1,0 +1,454 @@
+"""Sparse attention for GPUs: one program walks the listed rows of one query row, read from their pools in place.
+
+All heads of a program share each tile of rows. With few query rows the list is cut among several programs, and a
+second kernel joins their partial sums. Packed rows are widened in registers, so nothing is written but the result and
+the partial sums. What is computed is apart from how rows are found: `_Source` objects know where rows lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1, scaled_e4m3
+from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
+
+Array = jax.Array
+
+LOG2_E = math.log2(math.e)
+"""Scores are kept in base 2, for which GPUs have an instruction."""
+
+SIGNED_OFFSETS = (2**31, 2**32)
+"""Bytes of a byte array for which the lowering keeps 32-bit offsets although they no longer fit a signed integer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+      keys: rows of one tile.
+      heads: heads of one program.
+      parts: how many pieces of the latent width a tile is loaded in; more pieces need less shared memory at a time.
+      splits: programs among which the list of one query row is cut.
+      num_warps, num_stages: of the program that walks the list.
+    """
+
+    keys: int
+    heads: int
+    parts: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def config_for(rows: int, heads: int, width: int, listed: int, generation: str) -> Config:
+    """The configuration for `rows` query rows of `heads` heads over at most `listed` keys; shapes only, no contents."""
+    block = max(16, 1 << (heads - 1).bit_length())
+    if generation == "rocm":
+        # 64 KiB of shared memory: the latent width goes through it in four pieces.
+        base = Config(keys=32, heads=min(32, block), parts=4, splits=1, num_warps=4, num_stages=1)
+        programs = 304
+    else:
+        base = Config(keys=64, heads=min(64, block), parts=1, splits=1, num_warps=8, num_stages=2)
+        programs = 132
+    while width < 64 * base.parts:
+        base = dataclasses.replace(base, parts=base.parts // 2)
+    used = max(1, rows * -(-heads // base.heads))
+    return dataclasses.replace(base, splits=max(1, min(-(-listed // base.keys), programs // used)))
+
+
+def unsupported(query: Array, main: Array | None, ring: Array, cos: Array) -> str | None:
+    """Why the kernel cannot run on these arrays, or None."""
+    width = query.shape[-1]
+    if query.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, not {query.dtype.name}"
+    if width < 64 or width & (width - 1):
+        return f"the latent width {width} is not a power of two of at least 64"
+    if 2 * cos.shape[-1] > width:
+        return f"{2 * cos.shape[-1]} rotated dims exceed the latent width {width}"
+    for name, plane in (("main", main), ("ring", ring)):
+        if plane is not None and plane.dtype == jnp.uint8 and SIGNED_OFFSETS[0] <= plane.size <= SIGNED_OFFSETS[1]:
+            return f"the {name} plane has {plane.size} bytes; offsets between 2 and 4 GiB do not fit the lowering"
+    return None
+
+
+LEAST_ROWS = 8
+"""Query rows from which the kernel was measured to be faster than XLA; one row is a few small XLA kernels."""
+
+
+def preferred(rows: int) -> bool:
+    """Whether `auto` takes the kernel for `rows` query rows: where it won on an H200."""
+    return rows >= LEAST_ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A list of rows of one plane: how many, where each lies, and how its bytes become values."""
+
+    plane: object
+    storage: str
+    count: Array
+    locate: object
+
+    def tile(self, first: Array, config: Config, width: int) -> tuple[list[Array], Array]:
+        """Rows first .. first + keys - 1 as `parts` bfloat16 pieces [keys, width / parts], and which are listed."""
+        index = first + jnp.arange(config.keys, dtype=jnp.int32)
+        valid = index < self.count
+        # Places past the end repeat a listed row: its values are finite and its weight will be zero.
+        rows = self.locate(jnp.where(valid, index, 0))
+        size = width // config.parts
+        return [_load_values(self.plane, self.storage, rows, p * size, size, width) for p in range(config.parts)], valid
+
+
+def _load_values(plane: object, storage: str, rows: Array, start: int, size: int, width: int) -> Array:
+    """Dims start .. start + size - 1 of `rows` as bfloat16 [keys, size]."""
+    keys = rows.shape[0]
+
+    def load(column: int, count: int) -> Array:
+        columns = column + jnp.arange(count, dtype=jnp.int32)
+        shape = (keys, count)
+        return backend.triton().load(
+            plane.at[jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)]
+        )
+
+    if storage == "fp4":
+        packed = load(start // 2, size // 2).astype(jnp.uint16)
+        scales = scaled_e4m3(load(width // 2 + start // 16, size // 16).astype(jnp.uint16)) * 2.0**22
+
+        def widen(codes: Array) -> Array:
+            grouped = scaled_e2m1(codes).reshape(keys, size // 16, 8) * scales[:, :, None]
+            return grouped.reshape(keys, size // 2).astype(jnp.bfloat16)
+
+        return jnp.stack([widen(packed), widen(packed >> 4)], axis=-1).reshape(keys, size)
+    if storage == "fp8":
+        values = scaled_e4m3(load(start, size).astype(jnp.uint16)).reshape(keys, size // 32, 32)
+        scales = decode_e8m0(load(width + start // 32, size // 32).astype(jnp.int32)) * 2.0**8
+        return (values * scales[:, :, None]).reshape(keys, size).astype(jnp.bfloat16)
+    return load(start, size)
+
+
+def _accumulate(query: list[Array], state: tuple, pieces: list[Array], valid: Array, scale: float) -> tuple:
+    """One step of the online softmax. state: peak [H], total [H], sums of `parts` pieces [H, size]."""
+    peak, total, sums = state
+    scores = functools.reduce(
+        jnp.add,
+        (jnp.dot(q, k.T, preferred_element_type=jnp.float32) for q, k in zip(query, pieces, strict=True)),
+    )
+    scores = jnp.where(valid[None, :], scores * jnp.float32(scale * LOG2_E), -jnp.inf)
+    new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - new_peak[:, None])
+    shrink = jnp.exp2(peak - new_peak)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    rounded = weights.astype(jnp.bfloat16)
+    sums = tuple(
+        s * shrink[:, None] + jnp.dot(rounded, k, preferred_element_type=jnp.float32)
+        for s, k in zip(sums, pieces, strict=True)
+    )
+    return new_peak, total, sums
+
+
+def _rotate_back(values: Array, first_dim: int, width: int, cos_ref: object, sin_ref: object, row: Array) -> Array:
+    """Undoes RoPE on dims first_dim .. of values [H, size] bfloat16; dims that are not rotated keep their value."""
+    heads, size = values.shape
+    pairs = cos_ref.shape[-1]
+    pair = first_dim // 2 + jnp.arange(size // 2, dtype=jnp.int32) - (width // 2 - pairs)
+    rotated = pair >= 0
+    index = jnp.where(rotated, pair, 0)
+    cos = jnp.where(rotated, backend.triton().load(cos_ref.at[row, index]), 1.0)[None, :]
+    sin = jnp.where(rotated, backend.triton().load(sin_ref.at[row, index]), 0.0)[None, :]
+    first, second = (
+        part.reshape(heads, size // 2).astype(jnp.float32)
+        for part in lax.split(values.reshape(heads, size // 2, 2), (1, 1), axis=2)
+    )
+    turned = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=-1)
+    return turned.reshape(heads, size).astype(values.dtype)
+
+
+def _finish(
+    refs: tuple, row: Array, first_head: Array, heads: int, peak: Array, total: Array, sums: tuple, width: int
+) -> None:
+    """Adds the sink, divides, rounds, rotates back and stores; a row without keys or request stores zeros."""
+    sink_ref, cos_ref, sin_ref, live, out_ref = refs
+    head = first_head + jnp.arange(heads, dtype=jnp.int32)
+    present = head < out_ref.shape[1]
+    sink = backend.triton().load(sink_ref.at[jnp.where(present, head, 0)])
+    total = total + jnp.exp2(sink * jnp.float32(LOG2_E) - peak)
+    for piece, part in enumerate(sums):
+        size = part.shape[1]
+        quotient = (part / total[:, None]).astype(jnp.bfloat16)
+        turned = _rotate_back(quotient, piece * size, width, cos_ref, sin_ref, row)
+        backend.triton().store(
+            out_ref.at[row, pl.ds(first_head, heads), pl.ds(piece * size, size)],
+            jnp.where(live, turned, jnp.zeros_like(turned)),
+            mask=present[:, None],
+        )
+
+
+def _walk_kernel(
+    query_ref: object,
+    sink_ref: object,
+    selected_ref: object,
+    counts_ref: object,
+    main_ref: object,
+    tables_ref: object,
+    batch_ref: object,
+    slots_ref: object,
+    ring_ref: object,
+    fresh_ref: object,
+    positions_ref: object,
+    floor_ref: object,
+    from_ref: object,
+    own_ref: object,
+    cos_ref: object,
+    sin_ref: object,
+    *out_refs: object,
+    config: Config,
+    geometry: _Geometry,
+) -> None:
+    """One split of one block of heads of one query row."""
+    program = pl.program_id(0)
+    head_blocks = -(-query_ref.shape[1] // config.heads)
+    first_head = (program % head_blocks) * config.heads
+    split = (program // head_blocks) % config.splits
+    row = program // (head_blocks * config.splits)
+    width, size = geometry.width, geometry.width // config.parts
+    present = first_head + jnp.arange(config.heads, dtype=jnp.int32) < query_ref.shape[1]
+    query = [
+        backend.triton().load(
+            query_ref.at[row, pl.ds(first_head, config.heads), pl.ds(p * size, size)],
+            mask=jnp.broadcast_to(present[:, None], (config.heads, size)),
+            other=0.0,
+        )
+        for p in range(config.parts)
+    ]
+    batch = backend.triton().load(batch_ref.at[row])
+    live = batch >= 0
+    request = jnp.where(live, batch, 0)
+    position = backend.triton().load(positions_ref.at[row])
+    lowest = jnp.maximum(jnp.maximum(backend.triton().load(floor_ref.at[row]), position - geometry.window + 1), 0)
+    sources = []
+    if geometry.selected:
+
+        def in_main(index: Array) -> Array:
+            entry = backend.triton().load(selected_ref.at[row, index])
+            page = backend.triton().load(tables_ref.at[request, lax.div(entry, geometry.page_rows)])
+            return page * geometry.page_rows + lax.rem(entry, geometry.page_rows)
+
+        count = jnp.where(live, backend.triton().load(counts_ref.at[row]), 0)
+        sources.append(_Source(main_ref, geometry.main_format, count, in_main))
+    fresh_from = backend.triton().load(from_ref.at[row]) if geometry.fresh else position + 1
+    fresh_from = jnp.minimum(jnp.maximum(fresh_from, lowest), position + 1)
+    slot = backend.triton().load(slots_ref.at[request])
+    sources.append(
+        _Source(
+            ring_ref,
+            geometry.window_format,
+            jnp.where(live, fresh_from - lowest, 0),
+            lambda index: slot * geometry.ring + lax.rem(lowest + index, geometry.ring),
+        )
+    )
+    if geometry.fresh:
+        own = backend.triton().load(own_ref.at[row])
+        sources.append(
+            _Source(
+                fresh_ref,
+                "float",
+                jnp.where(live, position + 1 - fresh_from, 0),
+                lambda index: own - (position - fresh_from) + index,
+            )
+        )
+
+    tiles = [lax.div(source.count + (config.keys - 1), config.keys) for source in sources]
+    share = lax.div(sum(tiles) + (config.splits - 1), config.splits)
+    begin, end = split * share, (split + 1) * share
+    state = (
+        jnp.full((config.heads,), SCORE_FLOOR, jnp.float32),
+        jnp.zeros((config.heads,), jnp.float32),
+        tuple(jnp.zeros((config.heads, size), jnp.float32) for _ in range(config.parts)),
+    )
+    passed = 0
+    for source, count in zip(sources, tiles, strict=True):
+
+        def step(tile: Array, state: tuple, source: _Source = source) -> tuple:
+            pieces, valid = source.tile(tile * config.keys, config, width)
+            return _accumulate(query, state, pieces, valid, geometry.scale)
+
+        first = jnp.minimum(jnp.maximum(begin - passed, 0), count)
+        last = jnp.minimum(jnp.maximum(end - passed, 0), count)
+        state = lax.fori_loop(first, last, step, state)
+        passed = passed + count
+    peak, total, sums = state
+    if config.splits == 1:
+        refs = (sink_ref, cos_ref, sin_ref, live, out_refs[0])
+        _finish(refs, row, first_head, config.heads, peak, total, sums, width)
+        return
+    sums_ref, peak_ref, total_ref = out_refs
+    heads = pl.ds(first_head, config.heads)
+    backend.triton().store(peak_ref.at[row, split, heads], peak, mask=present)
+    backend.triton().store(total_ref.at[row, split, heads], total, mask=present)
+    for piece, part in enumerate(sums):
+        backend.triton().store(sums_ref.at[row, split, heads, pl.ds(piece * size, size)], part, mask=present[:, None])
+
+
+def _join_kernel(
+    sums_ref: object,
+    peak_ref: object,
+    total_ref: object,
+    sink_ref: object,
+    batch_ref: object,
+    cos_ref: object,
+    sin_ref: object,
+    out_ref: object,
+    *,
+    heads: int,
+    splits: int,
+    width: int,
+) -> None:
+    """Joins the splits of a few heads of one query row."""
+    program = pl.program_id(0)
+    head_blocks = -(-out_ref.shape[1] // heads)
+    first_head = (program % head_blocks) * heads
+    row = program // head_blocks
+    block = pl.ds(first_head, heads)
+    present = first_head + jnp.arange(heads, dtype=jnp.int32) < out_ref.shape[1]
+
+    def load(ref: object, split: int) -> Array:
+        return (
+            backend.triton().load(ref.at[row, pl.ds(split, 1), block], mask=present[None, :], other=0.0).reshape(heads)
+        )
+
+    peaks = [load(peak_ref, s) for s in range(splits)]
+    peak = functools.reduce(jnp.maximum, peaks)
+    total = jnp.zeros((heads,), jnp.float32)
+    sums = jnp.zeros((heads, width), jnp.float32)
+    for s in range(splits):
+        shrink = jnp.exp2(peaks[s] - peak)
+        total += shrink * load(total_ref, s)
+        part = backend.triton().load(
+            sums_ref.at[row, pl.ds(s, 1), block, :],
+            mask=jnp.broadcast_to(present[None, :, None], (1, heads, width)),
+            other=0.0,
+        )
+        sums += shrink[:, None] * part.reshape(heads, width)
+    live = backend.triton().load(batch_ref.at[row]) >= 0
+    _finish((sink_ref, cos_ref, sin_ref, live, out_ref), row, first_head, heads, peak, total, (sums,), width)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Geometry:
+    """Static sizes the kernel needs beyond the shapes of its refs."""
+
+    width: int
+    window: int
+    selected: int
+    page_rows: int
+    ring: int
+    fresh: int
+    scale: float
+    main_format: str
+    window_format: str
+
+
+def sparse_attention(
+    query: Array,
+    sink: Array,
+    selected: Array,
+    selected_counts: Array,
+    main: Array | None,
+    block_tables: Array,
+    batch_ids: Array,
+    slots: Array,
+    ring: Array,
+    in_forward: Array,
+    positions: Array,
+    window_floor: Array,
+    in_forward_from: Array,
+    in_forward_row: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    window: int,
+    scale: float,
+    main_format: str,
+    window_format: str,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Array:
+    """See `pallas_kernels.sparse_attention`; `unsupported` has been asked."""
+    rows, heads, width = query.shape
+    if rows == 0:
+        return query
+    listed = selected.shape[1] + window
+    config = config or config_for(rows, heads, width, listed, backend.current_target().generation)
+    # Arrays of no elements stand for lists that are not there; the kernel never reads the stand-ins.
+    one_row = jnp.zeros((1, 1), jnp.int32)
+    geometry = _Geometry(
+        width=width,
+        window=window,
+        selected=selected.shape[1],
+        page_rows=main.shape[1] if selected.shape[1] else 1,
+        ring=ring.shape[1],
+        fresh=in_forward.shape[0],
+        scale=scale,
+        main_format=main_format,
+        window_format=window_format,
+    )
+    flat_main = main.reshape(-1, main.shape[2]) if geometry.selected else one_row
+    operands = (
+        query,
+        sink.astype(jnp.float32),
+        selected if geometry.selected else one_row,
+        selected_counts,
+        flat_main,
+        block_tables,
+        batch_ids,
+        slots,
+        ring.reshape(-1, ring.shape[2]),
+        in_forward if geometry.fresh else one_row,
+        positions,
+        window_floor,
+        in_forward_from,
+        in_forward_row,
+        cos,
+        sin,
+    )
+    head_blocks = -(-heads // config.heads)
+    out = jax.ShapeDtypeStruct((rows, heads, width), query.dtype)
+    if config.splits == 1:
+        out_shape: object = [out]
+    else:
+        partial = (rows, config.splits, heads)
+        out_shape = [
+            jax.ShapeDtypeStruct((*partial, width), jnp.float32),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
+        ]
+    results = backend.triton_call(
+        functools.partial(_walk_kernel, config=config, geometry=geometry),
+        out_shape,
+        grid=(rows * config.splits * head_blocks,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="sparse_attention_walk",
+    )(*operands)
+    if config.splits == 1:
+        return results[0]
+    joined_heads = 4
+    return backend.triton_call(
+        functools.partial(_join_kernel, heads=joined_heads, splits=config.splits, width=width),
+        out,
+        grid=(rows * -(-heads // joined_heads),),
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        name="sparse_attention_join",
+    )(*results, operands[1], batch_ids, cos, sin)

@@ -1,0 +1,36 @@
+"""Reads and writes of single rows of a large array, without touching the rest of it.
+
+XLA's CPU backend has no bfloat16 scatter: it widens the whole operand to float32 and narrows it again, a copy of the
+pool in every layer. On a CPU the pools of bfloat16 rows are therefore uint16 arrays that hold the bits, and rows are
+converted here, where they enter and leave. uint8 rows are packed and pass as they are.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+def store_rows(array: Array, index: tuple[Array | slice, ...], rows: Array) -> Array:
+    """`array.at[index].set(rows, mode="drop")`; floating rows are rounded to what the array stores.
+
+    Args:
+      array: any dtype; uint16 stores the bits of bfloat16.
+      index: of the leading axes; a masked destination is a positive out-of-range entry.
+      rows: what to write.
+    """
+    if array.dtype == jnp.uint16 and rows.dtype != jnp.uint16:
+        rows = lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+    return array.at[index].set(rows.astype(array.dtype), mode="drop")
+
+
+def load_rows(array: Array, index: tuple[Array | slice, ...]) -> Array:
+    """`array[index]`, bfloat16 where uint16 stores its bits; out-of-range entries give some row of the array."""
+    if array.dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(array, jnp.uint16)
+        return lax.bitcast_convert_type(bits.at[index].get(mode="clip"), jnp.bfloat16)
+    rows = array.at[index].get(mode="clip")
+    return lax.bitcast_convert_type(rows, jnp.bfloat16) if array.dtype == jnp.uint16 else rows

@@ -1,0 +1,69 @@
+"""The kernels' arithmetic against the codecs of `v41jax.quantization_numpy`, to the bit and over every code."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import arithmetic
+from v41jax import quantization_numpy as quantization
+
+
+def bits(x):
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def test_every_code_of_every_format_decodes_exactly():
+    codes = np.arange(256)
+    wide = jnp.asarray(codes, jnp.int32)
+    np.testing.assert_array_equal(bits(arithmetic.decode_e2m1(wide)), bits(quantization.decode_e2m1(codes % 16)))
+    e4m3 = codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(arithmetic.decode_e4m3(wide)), e4m3)
+    np.testing.assert_array_equal(
+        np.asarray(arithmetic.decode_e8m0(wide)), quantization.decode_e8m0(codes.astype(np.uint8))
+    )
+
+
+def test_rounding_to_e4m3_equals_the_cast_for_every_bfloat16():
+    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    every = every[np.abs(every) <= 448]
+    ties = np.arange(1 << 14, dtype=np.float32) * 2.0**-11
+    values = np.concatenate([every, ties[ties <= 448], -ties[ties <= 448]])
+    expected = values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(bits(jax.jit(arithmetic.round_to_e4m3)(values)), bits(expected))
+
+
+def test_fake_q8_equals_the_codec_for_every_block_peak():
+    rng = np.random.default_rng(0)
+    peaks = np.arange(0, 0x7F80, 7, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    peaks = peaks[peaks < 2.0**120]
+    x = (rng.uniform(-1, 1, (len(peaks), 64)) * peaks[:, None]).astype(np.float32)
+    x[:, 5] = peaks
+    for dtype in (jnp.float32, jnp.bfloat16):
+        values = np.asarray(jnp.asarray(x, dtype))
+        np.testing.assert_array_equal(
+            np.asarray(jax.jit(arithmetic.fake_q8)(values)).astype(np.float32),
+            quantization.fake_q8(values).astype(np.float32),
+        )
+
+
+def test_halves_of_an_expert_matrix_are_its_columns_even_first():
+    rng = np.random.default_rng(1)
+    packed = rng.integers(0, 256, (3, 5, 64)).astype(np.uint8)
+    scales = rng.integers(0, 240, (3, 5, 4)).astype(np.uint8)
+    found = np.asarray(jax.jit(arithmetic.decode_expert_halves)(packed, scales))
+    expected = quantization.dequantize_expert(packed, scales)
+    normal = np.abs(expected) >= 2.0**-126
+    expected = np.where(normal, expected, 0)
+    expected = np.concatenate([expected[..., 0::2], expected[..., 1::2]], -1)
+    np.testing.assert_array_equal(np.where(np.abs(found) >= 2.0**-126, found, 0), expected)
+    np.testing.assert_array_equal(arithmetic.even_odd(jnp.arange(6)), [0, 2, 4, 1, 3, 5])
+
+
+def test_rows_of_both_packed_pools_decode_to_the_quantized_values():
+    x = np.random.default_rng(2).normal(size=(7, 96)).astype(np.float32)
+    codes, scales = quantization.quantize_q4n(x)
+    main = np.concatenate([quantization.pack_nibbles(codes), scales], -1)
+    np.testing.assert_array_equal(jax.jit(arithmetic.decode_main_row)(main), quantization.fake_q4n(x))
+    window = np.concatenate(quantization.quantize_q8(x), -1)
+    np.testing.assert_array_equal(jax.jit(arithmetic.decode_window_row)(window), quantization.fake_q8(x))

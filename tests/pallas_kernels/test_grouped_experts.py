@@ -1,0 +1,116 @@
+"""Every implementation of `grouped_experts` against an oracle that walks rows and experts one at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.backend import KernelUnsupportedError
+from pallas_kernels.grouped_experts import grouped_experts, triton
+from pallas_kernels.grouped_experts.xla import row_tile
+from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
+
+
+def run(case, *, dequantized=None, swiglu_limit=10.0, quantize_hidden=True, **options):
+    call = functools.partial(grouped_experts, swiglu_limit=swiglu_limit, quantize_hidden=quantize_hidden, **options)
+    return np.asarray(jax.jit(call)(*case.arrays(dequantized), valid=jnp.asarray(case.valid)))
+
+
+def assert_meaning(found, case, *, swiglu_limit=10.0, quantize_hidden=True):
+    expected = experts_oracle(case, swiglu_limit=swiglu_limit, quantize_hidden=quantize_hidden)
+    assert found.dtype == np.float32
+    assert not found[~case.valid].any()
+    # A hidden value on the other side of a rounding boundary moves a row: bound the rows' error, not each element.
+    limit = 2.0**-7 if case.x.dtype != np.float32 else 1e-2 if quantize_hidden else 1e-5
+    error = np.linalg.norm(found - expected, axis=1)
+    assert (error <= limit * np.linalg.norm(expected, axis=1)).all()
+    if case.x.dtype == np.float32:
+        assert np.median(error / np.maximum(np.linalg.norm(expected, axis=1), 1e-30)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dequantized", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rows", "experts", "chosen"), [(1, 16, 6), (9, 4, 2), (40, 5, 3)])
+def test_experts_equal_the_oracle(dtype, dequantized, rows, experts, chosen):
+    case = expert_case(rows, rows=rows, experts=experts, chosen=chosen, dtype=dtype, padding=rows // 4)
+    assert_meaning(run(case, dequantized=dequantized), case)
+
+
+@pytest.mark.parametrize("options", [{"swiglu_limit": 0.0}, {"swiglu_limit": 0.5}, {"quantize_hidden": False}])
+def test_clamp_and_quantizer_can_be_switched(options):
+    case = expert_case(1, rows=6, experts=4, chosen=2)
+    assert_meaning(run(case, **options), case, **options)
+
+
+def test_every_row_on_one_expert_is_several_tiles():
+    case = expert_case(2, rows=30, experts=8, chosen=1)
+    assert row_tile(30, 8) < 30
+    case.expert_ids[:] = case.expert_ids[0]
+    assert_meaning(run(case), case)
+
+
+def test_ids_held_elsewhere_contribute_nothing():
+    case = expert_case(3, rows=8, experts=4, chosen=3, poison_unused=False)
+    case.expert_ids[::2, 1] = 4
+    case.expert_ids[1::2, 0] = -1
+    assert_meaning(run(case), case)
+
+
+def test_rows_do_not_depend_on_their_neighbours():
+    case = expert_case(4, rows=24, experts=6, chosen=2, poison_unused=False)
+    whole = run(case, quantize_hidden=False)
+    for count in (1, 5):
+        for name in ("x", "expert_ids", "weights", "valid"):
+            setattr(case, name, getattr(case, name)[:count])
+        np.testing.assert_allclose(run(case, quantize_hidden=False), whole[:count], rtol=1e-5, atol=1e-6)
+        case = expert_case(4, rows=24, experts=6, chosen=2, poison_unused=False)
+
+
+def test_no_valid_row_reads_no_expert():
+    case = expert_case(5, rows=0, experts=4, chosen=2, padding=3)
+    assert not run(case).any()
+
+
+def run_on_gpu(case, config=None, *, swiglu_limit=10.0, quantize_hidden=True):
+    call = functools.partial(
+        triton.grouped_experts,
+        swiglu_limit=swiglu_limit,
+        quantize_hidden=quantize_hidden,
+        config=config,
+        interpret=True,
+    )
+    return np.asarray(jax.jit(call)(*case.arrays(), valid=jnp.asarray(case.valid)))
+
+
+SMALL_TILES = triton.Config(16, triton.Tile(64, 64, 4, 1), triton.Tile(32, 64, 4, 1))
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("options", [{}, {"swiglu_limit": 0.0, "quantize_hidden": False}])
+def test_gpu_kernel_equals_the_oracle(rows, options):
+    case = expert_case(rows, rows=rows, experts=5, chosen=3, width=96, hidden=64, dtype=jnp.bfloat16, padding=2)
+    assert_meaning(run_on_gpu(case, SMALL_TILES, **options), case, **options)
+
+
+def test_gpu_kernel_orders_many_pairs_by_sorting(monkeypatch):
+    monkeypatch.setattr(triton, "MOST_COMPARED", 0)
+    case = expert_case(6, rows=20, experts=7, chosen=2, dtype=jnp.bfloat16, padding=1)
+    case.expert_ids[:5, 0] = 9
+    assert_meaning(run_on_gpu(case, SMALL_TILES), case)
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 3))
+def test_gpu_kernel_of_any_shape_through_the_public_call(rows, experts, chosen, padding):
+    case = expert_case(rows, rows=rows, experts=experts + 2, chosen=chosen, dtype=jnp.bfloat16, padding=padding)
+    assert_meaning(run(case, implementation="pallas"), case)
+
+
+def test_dequantized_experts_have_no_kernel_and_say_so():
+    case = expert_case(1, rows=2, experts=3, chosen=1, dtype=jnp.bfloat16)
+    with pytest.raises(KernelUnsupportedError, match="dequantized"):
+        run(case, dequantized=jnp.bfloat16, implementation="pallas")

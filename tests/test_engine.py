@@ -1,0 +1,149 @@
+"""The engine from a checkpoint directory to tokens: alone, batched, streamed, aborted, refused."""
+
+import asyncio
+import dataclasses
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scheduler.runtime_config import EngineConfig, RuntimeConfigError
+from scheduler.sequence import SamplingParams
+from tests.helpers.golden import GOLDEN, load_expected
+from v41jax.engine import Engine, Prompt
+from v41jax.full_forward import full_forward, load_model
+from v41jax.precision import Precision
+
+CHECKPOINT = GOLDEN / "five-layer"
+CONFIG = EngineConfig(
+    dtype="float32",
+    activation_quantization=False,
+    kv_cache_block_size=32,
+    max_num_batched_tokens=128,
+    max_num_seqs=4,
+    max_model_len=320,
+    decode_buckets=(4,),
+    num_pages=40,
+    encoder_swa_bounded_replay=False,
+    decoder_swa_bounded_replay=False,
+    vision="off",
+)
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    expected = load_expected("five-layer")
+    return [Prompt(tuple(expected[f"prompt{index}"].tolist()), GREEDY) for index in (1, 2, 3, 4)]
+
+
+@pytest.fixture(scope="module")
+def alone(engine, prompts):
+    return [engine.generate([prompt])[0].tokens for prompt in prompts]
+
+
+def test_greedy_tokens_are_those_of_full_forwards(alone, prompts):
+    precision = Precision(activation_dtype=jnp.float32, activation_quantization=False)
+    with load_model(CHECKPOINT, precision, max_model_len=320) as model:
+        for prompt, generated in zip(prompts, alone, strict=True):
+            tokens = np.asarray([*prompt.tokens, *generated], np.int32)
+            logits = full_forward(model.params, tokens, model.setup, model.lookup)
+            start = len(prompt.tokens) - 1
+            assert logits[start:-1].argmax(axis=1).tolist() == list(generated)
+
+
+def test_a_batch_gives_each_request_the_tokens_it_gets_alone(engine, prompts, alone):
+    staggered = [dataclasses.replace(prompt, arrival_step=2 * index) for index, prompt in enumerate(prompts)]
+    assert [result.tokens for result in engine.generate(staggered)] == alone
+    assert [result.tokens for result in engine.generate(prompts[::-1])] == alone[::-1]
+
+
+def test_a_second_submission_reuses_every_full_page_but_the_last(engine):
+    tokens = tuple(np.random.default_rng(3).integers(3, 400, 100).tolist())
+    first, second = (engine.generate([Prompt(tokens, GREEDY)])[0] for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 96)
+    assert first.tokens == second.tokens
+
+
+def test_sampling_depends_on_the_seed_alone(engine, prompts):
+    drawn = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=11)
+    request = dataclasses.replace(prompts[1], sampling=drawn)
+    single = engine.generate([request])[0].tokens
+    together = engine.generate([prompts[2], request, prompts[3]])
+    assert together[1].tokens == single
+    other = engine.generate([dataclasses.replace(request, sampling=dataclasses.replace(drawn, seed=12))])[0]
+    assert other.tokens != single
+
+
+def test_nothing_is_left_when_nothing_runs(engine):
+    statistics = engine.statistics()
+    assert statistics["running"] == statistics["queue"] == statistics["pages_used"] == 0
+    assert statistics["slots_free"] == CONFIG.max_num_seqs
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(engine):
+    result = engine.generate([Prompt((5,) * 400, GREEDY)])[0]
+    assert result.tokens == ()
+    assert "400" in result.finish_reason and "320" in result.finish_reason
+
+
+def test_unusable_prompts_are_errors(engine):
+    with pytest.raises(ValueError, match="512"):
+        engine.prompt([1, 512])
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine.prompt("text")
+
+
+def test_every_refused_option_is_named_before_a_weight_is_read(tmp_path):
+    shutil.copy(CHECKPOINT / "config.json", tmp_path)
+    config = dataclasses.replace(CONFIG, kv_cache_dtype="int3", kv_cache_block_size=31, speculative_method="dspark")
+    with pytest.raises(RuntimeConfigError) as caught:
+        Engine.from_checkpoint(tmp_path, config)
+    for word in ("int3", "31", "speculation"):
+        assert any(word in fault for fault in caught.value.faults), (word, caught.value.faults)
+
+
+def test_warm_up_touches_no_pool_byte_and_covers_what_follows(prompts, alone):
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=128, max_model_len=128, num_pages=8)
+    with Engine.from_checkpoint(CHECKPOINT, config, warm_up=True) as engine:
+        pools = engine.core.runner.pools
+        assert not any(np.asarray(plane).any() for plane in (*pools.main, *pools.index_values, pools.window))
+        assert [engine.generate([prompt])[0].tokens for prompt in prompts[:3]] == alone[:3]
+        assert engine.statistics()["recompiles_after_warm_up"] == 0
+        json.dumps(engine.summary() | engine.statistics())
+
+
+def test_streams_deliver_what_generate_returns_and_abort_when_closed(prompts, alone):
+    with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
+
+        async def collect(prompt):
+            return [delta async for delta in engine.stream(prompt)]
+
+        async def first_delta(prompt):
+            stream = engine.stream(prompt)
+            async for _ in stream:
+                break
+            await stream.aclose()
+
+        async def everything():
+            endless = dataclasses.replace(prompts[3], sampling=dataclasses.replace(GREEDY, max_tokens=200))
+            collected = await asyncio.gather(*map(collect, prompts), first_delta(endless))
+            while engine.core.has_work:
+                await asyncio.sleep(0.01)
+            return collected[:-1]
+
+        for deltas, expected in zip(asyncio.run(everything()), alone, strict=True):
+            assert tuple(token for delta in deltas for token in delta.tokens) == expected
+            assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+            assert deltas[-1].finish_reason == "max_tokens"
+        with pytest.raises(RuntimeError, match="streams"):
+            engine.generate(prompts)
+        assert engine.statistics()["aborted"] == 1

@@ -1,0 +1,341 @@
+"""The draft model: context windows written after a target forward, and the block of proposals read from them.
+
+Pure functions over `DraftParameters` and the target's `Parameters` (embedding, head and RoPE table are shared). What
+is verified and committed is `verification`'s business; nothing here changes what the target emits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.stored_rows import load_rows
+from scheduler.pools import Pools
+from v41jax.draft_parameters import DraftParameters, draft_text
+from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
+from v41jax.layers.hyper_connections import collapse, expand, mixes
+from v41jax.layers.linear import linear, product, quantize_input
+from v41jax.layers.moe import moe
+from v41jax.layers.norm import rms_norm
+from v41jax.layers.rope import at_positions
+from v41jax.layers.rows import Requests, Rows
+from v41jax.model import ModelSetup, Taps
+from v41jax.parameters import LayerWeights, Parameters
+from v41jax.quantization import fake_q8
+from v41jax.sampling import SamplingInputs, sample
+
+Array = jax.Array
+
+
+class DraftRequests(NamedTuple):
+    """The requests a block is drafted for, `[R]`.
+
+    Attributes:
+      anchors: int32, the newest emitted token; the target has not processed it.
+      positions: int32, `a`, of the last token the target has processed and committed; the anchor's is one more.
+      slots: int32 state slots; padding 0.
+      live: bool, False for padding.
+    """
+
+    anchors: Array
+    positions: Array
+    slots: Array
+    live: Array
+
+
+class DraftBlock(NamedTuple):
+    """What was drafted; zeros for padding requests.
+
+    Attributes:
+      tokens: [R, T] int32 proposals, by batch position.
+      confidence: [R, T] float32 logits of surviving verification if everything before survives; None when not asked
+        for.
+    """
+
+    tokens: Array
+    confidence: Array | None
+
+
+def check_draft(setup: ModelSetup) -> None:
+    """Refuses a model or pools that drafting cannot work with.
+
+    Raises:
+      ValueError: with every fault.
+    """
+    text, geometry = setup.config.text, setup.geometry
+    stages = text.num_nextn_predict_layers
+    faults = []
+    if not stages:
+        faults.append("num_nextn_predict_layers is 0: the checkpoint has no draft")
+    if not 0 < geometry.speculative_tokens <= text.dspark_block_size:
+        faults.append(
+            f"speculative_tokens {geometry.speculative_tokens} is outside 1..{text.dspark_block_size}: "
+            "the draft was trained on blocks of that width"
+        )
+    if geometry.draft_layers != stages:
+        faults.append(f"the pools hold {geometry.draft_layers} draft windows, the draft has {stages} stages")
+    for layer in text.dspark_target_layer_ids:
+        if layer in text.engram_layer_ids:
+            faults.append(f"dspark_target_layer_ids {layer} is an Engram layer: its tap would miss the Engram's update")
+    if any(text.compress_ratios[text.num_hidden_layers :]):
+        faults.append(f"compress_ratios of the draft stages are {text.compress_ratios[-stages:]}, must be 0")
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def committed_requests(pools: Pools, slots: Array, live: Array) -> DraftRequests:
+    """The newest tokens and committed positions of slots, from the pools: no host round trip between steps."""
+    return DraftRequests(
+        anchors=jnp.where(live, pools.last_token[slots], 0),
+        positions=jnp.where(live, pools.cursor[slots, 0] - 1, 0),
+        slots=slots,
+        live=live,
+    )
+
+
+def write_draft_context(draft: DraftParameters, pools: Pools, taps: Taps, slots: Array, *, setup: ModelSetup) -> Pools:
+    """Writes the context keys of every row that ran the tapped layers (DSpark specification, "Context keys and the
+    ring").
+
+    Args:
+      draft: weights.
+      pools: request memory; only the draft's rings change.
+      taps: of the target forward just run. Rows that its own rings do not keep are not written here either.
+      slots: [R] int32 of the batch.
+      setup: static.
+    """
+    text, precision, kernels = setup.config.text, setup.precision, setup.kernels
+    projected = linear(quantize_input(taps.features, precision), draft.main_proj, kernels)
+    main = rms_norm(projected, draft.main_norm, text.rms_norm_eps)
+    quantized = quantize_input(main, precision)
+
+    def stage(rings: Array, layer: tuple) -> tuple[Array, None]:
+        weights, offset = layer
+        keys = window_rows(quantized, weights, taps.rows.plain, text, kernels)
+        window_format = setup.geometry.window_format
+        return write_ring(rings, keys, taps.rows, slots, offset, window_format=window_format), None
+
+    rings, _ = jax.lax.scan(stage, _rings(pools), (draft.stages.attention, _ring_offsets(pools, setup)))
+    return pools.replace(window=rings.reshape(pools.window.shape))
+
+
+def draft_block(
+    params: Parameters,
+    draft: DraftParameters,
+    pools: Pools,
+    requests: DraftRequests,
+    *,
+    setup: ModelSetup,
+    confidence: bool = True,
+    sampling: SamplingInputs | None = None,
+) -> DraftBlock:
+    """Proposes the tokens that follow each anchor (DSpark specification, "Draft block forward", "Picking the five
+    tokens", "Confidence head").
+
+    Reads committed state only and writes nothing: a block's keys are temporaries.
+
+    Args:
+      params: the target's weights.
+      draft: weights.
+      pools: request memory.
+      requests: what to draft for.
+      setup: static.
+      confidence: static; compute the confidence head.
+      sampling: [R] parameters, `positions` those of the first proposal. None picks the largest logit; otherwise a
+        proposal is drawn with the noise its verification will use, which makes more of them survive.
+    """
+    width = setup.config.text.dspark_block_size
+    count = requests.anchors.shape[0]
+    hidden = _backbone(params, draft, pools, requests, setup)
+    normalized = rms_norm(hidden, draft.norm, setup.config.text.rms_norm_eps)
+    # Block position first: the picking below walks over it.
+    by_position = hidden.reshape(count, width, -1).swapaxes(0, 1)
+    base = product(normalized.reshape(count, width, -1).swapaxes(0, 1), params.head)
+    tokens, logits = pick(draft, requests.anchors, base, by_position if confidence else None, sampling)
+    live = requests.live[:, None]
+    return DraftBlock(
+        tokens=jnp.where(live, tokens.T, 0),
+        confidence=None if logits is None else jnp.where(live, logits.T, 0),
+    )
+
+
+def pick(
+    draft: DraftParameters,
+    anchors: Array,
+    base: Array,
+    hidden: Array | None = None,
+    sampling: SamplingInputs | None = None,
+) -> tuple[Array, Array | None]:
+    """Picks a block left to right, each token with the Markov bias of the one before.
+
+    Args:
+      draft: weights.
+      anchors: [R] int32.
+      base: [T, R, V] float32 logits.
+      hidden: [T, R, D] activation dtype, before the norm, for the confidence head; None skips it.
+      sampling: see `draft_block`.
+
+    Returns:
+      [T, R] int32 tokens, and [T, R] float32 confidence logits or None. One position's biased logits exist at a time.
+    """
+
+    def one(previous: Array, position: tuple) -> tuple[Array, tuple[Array, Array | None]]:
+        base, hidden, index = position
+        embedding = load_rows(draft.markov_embed, (previous,))
+        logits = base + product(embedding, draft.markov_head)
+        if sampling is None:
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            token = sample(logits, sampling._replace(positions=sampling.positions + index))
+        if hidden is None:
+            return token, (token, None)
+        joined = jnp.concatenate([hidden, embedding.astype(hidden.dtype)], axis=-1)
+        return token, (token, product(joined, draft.confidence)[:, 0])
+
+    _, picked = jax.lax.scan(one, anchors, (base, hidden, jnp.arange(base.shape[0], dtype=jnp.int32)))
+    return picked
+
+
+def _backbone(
+    params: Parameters, draft: DraftParameters, pools: Pools, requests: DraftRequests, setup: ModelSetup
+) -> Array:
+    """Collapsed hidden states before the norm, [R * T, D], block positions of a request together."""
+    text = setup.config.text
+    width, count = text.dspark_block_size, requests.anchors.shape[0]
+    noise = jnp.full((count, width - 1), text.dspark_noise_token_id, jnp.int32)
+    ids = jnp.concatenate([requests.anchors[:, None], noise], axis=1).reshape(-1)
+    embedded = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
+    streams = jnp.broadcast_to(embedded[:, None, :], (ids.size, text.hc_mult, embedded.shape[1]))
+    pre_mix = jnp.zeros((ids.size, text.hc_mult), jnp.float32).at[:, 0].set(1.0)
+    rows = block_rows(params, requests, setup)
+
+    def stage(carry: tuple[Array, Array], layer: tuple[LayerWeights, Array]) -> tuple[tuple[Array, Array], None]:
+        weights, offset = layer
+        return draft_stage(weights, *carry, rows, requests, pools, offset, setup), None
+
+    (streams, pre_mix), _ = jax.lax.scan(stage, (streams, pre_mix), (draft.stages, _ring_offsets(pools, setup)))
+    return collapse(streams, pre_mix)
+
+
+def block_rows(params: Parameters, requests: DraftRequests, setup: ModelSetup) -> Rows:
+    """The `R * T` rows of the blocks.
+
+    `positions` is the last context position `a` for all of them, because that is where every query's window ends; the
+    angles are those of the rows' own positions `a + 1 ..`.
+    """
+    width, count = setup.config.text.dspark_block_size, requests.anchors.shape[0]
+    last = jnp.repeat(requests.positions, width)
+    own = (requests.positions[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
+    nothing = jnp.zeros(count * width, bool)
+    zeros = jnp.zeros(count * width, jnp.int32)
+    angles = at_positions(params.plain, own)
+    return Rows(
+        positions=last,
+        batch_ids=jnp.repeat(jnp.where(requests.live, jnp.arange(count, dtype=jnp.int32), -1), width),
+        image_rows=nothing,
+        engram_rows=nothing,
+        window_floor=zeros,
+        in_forward_from=last + 1,
+        in_forward_row=zeros,
+        ring_rows=nothing,
+        plain=angles,
+        yarn=angles,
+    )
+
+
+def draft_stage(
+    weights: LayerWeights,
+    streams: Array,
+    pre_mix: Array,
+    rows: Rows,
+    requests: DraftRequests,
+    pools: Pools,
+    ring_offset: Array | int,
+    setup: ModelSetup,
+) -> tuple[Array, Array]:
+    """One stage: a window-only layer whose rows all see the context window and every key of their own block.
+
+    Args:
+      weights: of the stage, no leading axis.
+      streams: [R * T, S, D] activation dtype.
+      pre_mix: [R * T, S] float32.
+      rows: from `block_rows`.
+      requests: of the block.
+      pools: the stage's rings are read.
+      ring_offset: first ring of the stage.
+      setup: static.
+
+    Returns:
+      Streams and pre-mix after the stage.
+    """
+    text, precision, kernels = draft_text(setup.config.text), setup.precision, setup.kernels
+    coefficients = mixes(streams, weights.attn_mix, text)
+    normalized = rms_norm(collapse(streams, pre_mix), weights.attn_norm, text.rms_norm_eps)
+    output = _attention(weights, normalized, rows, requests, pools, ring_offset, setup)
+    streams = expand(output, streams, coefficients)
+
+    ffn = mixes(streams, weights.ffn_mix, text)
+    normalized = rms_norm(collapse(streams, coefficients.pre), weights.ffn_norm, text.rms_norm_eps)
+    output, _ = moe(
+        normalized,
+        weights.moe,
+        rows.image_rows,
+        rows.batch_ids >= 0,
+        text=text,
+        precision=precision,
+        kernels=kernels,
+    )
+    return expand(output, streams, ffn), ffn.pre
+
+
+def _attention(
+    weights: LayerWeights,
+    normalized: Array,
+    rows: Rows,
+    requests: DraftRequests,
+    pools: Pools,
+    ring_offset: Array | int,
+    setup: ModelSetup,
+) -> Array:
+    """Context window from the ring, block keys as the entries of one small page a request."""
+    text, precision, kernels = setup.config.text, setup.precision, setup.kernels
+    width, count = text.dspark_block_size, requests.anchors.shape[0]
+    quantized = quantize_input(normalized, precision)
+    latent = quantize_input(query_latent(quantized, weights.attention, text, kernels), precision)
+    keys = window_rows(quantized, weights.attention, rows.plain, text, kernels)
+    if precision.activation_quantization:
+        keys = fake_q8(keys)
+    entries = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (count * width, width))
+    memory = KeyMemory(
+        selection=Selection(entries, jnp.full(count * width, width, jnp.int32)),
+        main=keys.reshape(count, width, -1),
+        window=_rings(pools),
+        ring_offset=ring_offset,
+    )
+    return attend(
+        latent,
+        keys[:0],
+        weights.attention,
+        rows,
+        Requests(requests.slots, jnp.arange(count, dtype=jnp.int32)[:, None]),
+        memory,
+        ratio=0,
+        text=text,
+        precision=precision,
+        main_format="float",
+        window_format=setup.geometry.window_format,
+        kernels=kernels,
+    )
+
+
+def _rings(pools: Pools) -> Array:
+    """Rings of all layers as one axis: layer times slots plus slot."""
+    return pools.window.reshape(-1, *pools.window.shape[2:])
+
+
+def _ring_offsets(pools: Pools, setup: ModelSetup) -> Array:
+    """First ring of each stage, [stages] int32; the draft's windows follow the backbone's."""
+    slots = pools.window.shape[1]
+    return (setup.geometry.layers + jnp.arange(setup.geometry.draft_layers, dtype=jnp.int32)) * slots

@@ -1,0 +1,313 @@
+"""`EngineCore`: the loop that joins scheduler, host lookup and runner, one step at a time.
+
+Synchronous and single-threaded. Results are read one step late: while a step runs on the device the host plans the
+next one, and where the next step's tokens are already known (prefill) its Engram rows are gathered and the step is
+dispatched too. Threads, streams and text are `engine`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.batch import BatchStep, EngramRows
+from scheduler.batch_builder import build_batch_step
+from scheduler.buckets import Buckets
+from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import RequestId, RequestOutput
+from v41jax.engine_images import EngineImages
+from v41jax.engram_lookup import EngramLookup
+from v41jax.logit_edits import EditPlanner
+from v41jax.row_counts import RowCounts, computed_rows_per_layer, rows_per_layer
+from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, empty_edits, sampling_inputs
+from v41jax.sampling import TokenScores
+
+RECENT_STEPS = 256
+"""Steps whose times `step_times` remembers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Where the host's time of one step went, in seconds.
+
+    Attributes:
+      phase: of the step.
+      rows: scheduled rows.
+      plan: scheduling and building arrays.
+      lookup: hashing and gathering Engram rows.
+      vision: encoding images and collecting their rows.
+      dispatch: handing the step to the device.
+      wait: blocked on the previous step's tokens.
+    """
+
+    phase: Phase
+    rows: int
+    plan: float
+    lookup: float
+    vision: float
+    dispatch: float
+    wait: float
+
+
+class TokenScore(NamedTuple):
+    """Log-probabilities at one generated token, of the model's own logits.
+
+    Attributes:
+      logprob: of the token.
+      alternatives: (token id, log-probability) of the most likely tokens, best first, as many as were asked for.
+    """
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities at consecutive tokens of a prompt.
+
+    Attributes:
+      request_id: of the request.
+      start: position of the first token.
+      scores: one for each token, with as many alternatives as for generated tokens.
+    """
+
+    request_id: RequestId
+    start: int
+    scores: list[TokenScore]
+
+
+@dataclasses.dataclass
+class _InFlight:
+    batch: ScheduledBatch
+    output: StepOutput
+    scored: bool
+    prompt_scored: bool
+    result: StepResult | None = None
+
+
+class StepFailedError(RuntimeError):
+    """A step failed after its pools were donated: every live request is lost.
+
+    Attributes:
+      outputs: the last output of each of them, with a reason that begins with `failed:`.
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput]):
+        self.outputs = outputs
+        super().__init__(message)
+
+
+class EngineCore:
+    """Runs every request the scheduler holds.
+
+    Attributes:
+      scheduler: order, memory and outcomes.
+      runner: weights, pools and programs.
+      step_times: host times of recent steps, oldest first.
+      scheduled_rows: rows run by part of the model since the start, padding not counted.
+      computed_rows: same, with the padding of the buckets.
+      edits: biases, penalties and constraints.
+      scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
+      prompt_scores: of the prompt tokens that the step before the latest computed; tokens computed again come again.
+      images: of the requests; None for an engine of text.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        buckets: Buckets,
+        lookup: EngramLookup | None,
+        images: EngineImages | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.buckets = buckets
+        self.step_times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
+        self.scheduled_rows = RowCounts()
+        self.computed_rows = RowCounts()
+        self.scores: dict[RequestId, TokenScore] = {}
+        self.prompt_scores: list[PromptScores] = []
+        self.edits = EditPlanner(
+            runner.num_slots, runner.setup.config.text.vocab_size, empty_edits, runner.load_adjustments
+        )
+        self.images = images
+        self._lookup = lookup
+        self._in_flight: _InFlight | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Some request still owes an output."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Plans and dispatches one step and returns the outputs of the one before.
+
+        Raises:
+          StepFailedError: whatever made the step fail is its cause; this engine cannot be used again.
+        """
+        try:
+            outputs = self._step()
+        except Exception as error:
+            self._in_flight = None
+            reason = f"{type(error).__name__}: {error}"
+            outputs = self.scheduler.fail_all(reason)
+            self._release_images(outputs)
+            raise StepFailedError(reason, outputs) from error
+        self._release_images(outputs)
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
+        began = time.perf_counter()
+        self.scores, self.prompt_scores = {}, []
+        batch = self.scheduler.schedule()
+        previous = self._in_flight
+        if batch is None:
+            self._in_flight = None
+            return self._finish(previous)
+        planned = time.perf_counter()
+        waited = 0.0
+        if batch.has_pending_tokens:
+            assert previous is not None
+            result = self._read(previous)
+            waited = time.perf_counter() - planned
+            batch = resolve_pending(batch, previous.batch, result)
+        arrays, shape = build_batch_step(
+            batch,
+            self.runner.setup.geometry,
+            self.buckets,
+            self._compress,
+            num_pages=self.runner.num_pages,
+            num_slots=self.runner.num_slots,
+        )
+        built = time.perf_counter()
+        engram_rows = self._engram_rows(arrays)
+        looked_up = time.perf_counter()
+        scored = any(batch.sampling[index].logprobs is not None for index in batch.output_requests.tolist())
+        targets = self.runner.no_targets(shape)
+        prompt_scored = targets is not None and self._set_targets(batch, targets)
+        sampling = self.runner.step_sampling(
+            sampling_inputs(_sampling_rows(batch), shape.outputs),
+            self.edits.plan(batch, shape.outputs, self.scheduler.sequence),
+            scored=scored,
+            targets=targets,
+        )
+        image_rows = None if self.images is None else self.images.step_rows(batch, shape.rows)
+        encoded = time.perf_counter()
+        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops, image_rows)
+        dispatched = time.perf_counter()
+        window = self.runner.setup.geometry.window_size
+        self.scheduled_rows = self.scheduled_rows.plus(rows_per_layer(batch, window))
+        self.computed_rows = self.computed_rows.plus(computed_rows_per_layer(shape, window))
+        self._in_flight = _InFlight(batch, output, scored, prompt_scored)
+        self.step_times.append(
+            StepTimes(
+                phase=batch.phase,
+                rows=batch.num_rows,
+                plan=built - began - waited,
+                lookup=looked_up - built,
+                vision=encoded - looked_up,
+                dispatch=dispatched - encoded,
+                wait=waited,
+            )
+        )
+        return self._finish(previous)
+
+    def _finish(self, step: _InFlight | None) -> list[RequestOutput]:
+        """Takes in the results of a dispatched step, if there is one, and returns all outputs."""
+        if step is None:
+            return self.scheduler.take_outputs()
+        outputs = self.scheduler.postprocess(step.batch, self._read(step))
+        if step.scored:
+            self.scores = _scores(step, outputs)
+        if step.prompt_scored:
+            self.prompt_scores = self._prompt_scores(step)
+        return [*outputs, *self.scheduler.take_outputs()]
+
+    def _set_targets(self, batch: ScheduledBatch, targets: NDArray[np.int32]) -> bool:
+        """Fills in the tokens that follow the rows of scored prompts; False when there are none."""
+        found, row = False, 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            sequence = self.scheduler.sequence(batch.request_ids[index])
+            if sequence is not None and batch.sampling[index].prompt_logprobs:
+                start = int(batch.starts[index])
+                following = sequence.tokens(start + 1, min(start + 1 + length, sequence.num_prompt_tokens))
+                targets[row : row + len(following)] = following
+                found = found or len(following) > 0
+            row += length
+        return found
+
+    def _prompt_scores(self, step: _InFlight) -> list[PromptScores]:
+        assert step.output.prompt_scores is not None
+        chosen, top, top_ids = (np.asarray(part) for part in step.output.prompt_scores)
+        batch, result, row = step.batch, [], 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            rows = slice(row, row + length)
+            row += length
+            if batch.sampling[index].prompt_logprobs:
+                count = batch.sampling[index].logprobs or 0
+                parts = zip(chosen[rows].tolist(), top_ids[rows, :count].tolist(), top[rows, :count].tolist())
+                scores = [TokenScore(logprob, tuple(zip(ids, values))) for logprob, ids, values in parts]
+                result.append(PromptScores(batch.request_ids[index], int(batch.starts[index]) + 1, scores))
+        return result
+
+    def _release_images(self, outputs: list[RequestOutput]) -> None:
+        if self.images is not None:
+            for output in outputs:
+                if output.finished:
+                    self.images.release(output.request_id)
+
+    def _compress(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.zeros_like(token_ids) if self._lookup is None else self._lookup.hasher.compress(token_ids)
+
+    def _engram_rows(self, arrays: BatchStep) -> EngramRows:
+        return EngramRows((), ()) if self._lookup is None else self._lookup.step_rows(arrays)
+
+    def _read(self, step: _InFlight) -> StepResult:
+        """The tokens of a dispatched step; blocks until it has run."""
+        if step.result is None:
+            tokens, mismatch = np.asarray(step.output.tokens), np.asarray(step.output.cursor_mismatch)
+            if mismatch[: step.batch.num_requests].any():
+                names = [step.batch.request_ids[row] for row in np.flatnonzero(mismatch[: step.batch.num_requests])]
+                raise StateMismatchError(
+                    f"the slots of requests {names} do not stand where step {step.batch.index} started: their state "
+                    "must be rebuilt from a recoverable boundary"
+                )
+            step.result = StepResult(tokens[: len(step.batch.output_requests)])
+        return step.result
+
+
+def _scores(step: _InFlight, outputs: list[RequestOutput]) -> dict[RequestId, TokenScore]:
+    """Log-probabilities of the tokens in a step's outputs; results that the scheduler dropped have none."""
+    chosen, top, top_ids = (np.asarray(part) for part in TokenScores(*step.output.scores))
+    delivered = {output.request_id for output in outputs if output.new_tokens}
+    scores: dict[RequestId, TokenScore] = {}
+    for row, index in enumerate(step.batch.output_requests.tolist()):
+        request_id, count = step.batch.request_ids[index], step.batch.sampling[index].logprobs
+        if count is not None and request_id in delivered:
+            alternatives = zip(top_ids[row, :count].tolist(), top[row, :count].tolist())
+            scores[request_id] = TokenScore(float(chosen[row]), tuple(alternatives))
+    return scores
+
+
+def _sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
+    """Parameters of the rows that give a token, in output order."""
+    rows = []
+    for index in batch.output_requests.tolist():
+        sampling = batch.sampling[index]
+        rows.append(
+            SamplingRow(
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.seed or 0,
+                int(batch.ends[index]),
+            )
+        )
+    return rows
