@@ -113,6 +113,22 @@ def test_a13_cancel_at_the_first_deferred_step(mode):
     assert driver.scheduler.counters.stale_results == 1
 
 
+@pytest.mark.parametrize("mode", ["deferred", "plan_ahead"])
+def test_a_request_id_used_again_does_not_take_the_old_ones_late_token(mode):
+    driver = make_driver(mode=mode)
+    driver.checker = None  # it follows requests by their id
+    driver.add("a", prompt(30), greedy(9))
+    for _ in range(4):
+        driver.step()
+    driver.scheduler.abort("a")
+    driver.scheduler._reap_aborted()
+    driver.scheduler.take_outputs()
+    driver.add("a", prompt(20, 1), greedy(5))
+    driver.run()
+    check_tokens(driver, "a", prompt(20, 1), 5)
+    assert driver.scheduler.counters.stale_results == 1
+
+
 def test_a14_cancel_while_waiting_runs_no_forward():
     driver = make_driver(max_num_seqs=1)
     driver.add("a", prompt(30), greedy(6))
