@@ -15,7 +15,7 @@ import functools
 import importlib
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -197,3 +197,57 @@ def triton_call(
             name=name,
             input_output_aliases=dict(input_output_aliases or {}),
         )
+
+
+@functools.cache
+def tpu() -> types.ModuleType:
+    """`jax.experimental.pallas.tpu`."""
+    return importlib.import_module("jax.experimental.pallas.tpu")
+
+
+def tpu_call(
+    kernel: Callable[..., None],
+    out_shape: Any,
+    *,
+    grid: tuple[Any, ...],
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    interpret: Any,
+    name: str,
+    scratch_shapes: Sequence[Any] = (),
+    num_scalar_prefetch: int = 0,
+    vmem_limit_bytes: int | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A `pallas_call` of the Mosaic route, its grid walked in order.
+
+    Args:
+      kernel: takes prefetched scalars, operands, results and scratch, in this order.
+      out_shape: shape structs of the results.
+      grid: steps along each axis, the last fastest; may hold traced integers.
+      in_specs, out_specs: block specs of the operands past the prefetched ones and of the results.
+      interpret: False; True to run as plain JAX operations; or `pltpu.InterpretParams` to simulate a TPU's memory.
+      name: shown in profiles.
+      scratch_shapes: scratch memory and semaphores.
+      num_scalar_prefetch: leading operands that lie in scalar memory and are arguments of every index map.
+      vmem_limit_bytes: scoped memory where the default is too little.
+      input_output_aliases: operand (prefetched ones counted) to result positions that share memory.
+    """
+    pltpu = tpu()
+    return pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalar_prefetch,
+            grid=grid,
+            in_specs=list(in_specs),
+            out_specs=out_specs,
+            scratch_shapes=list(scratch_shapes),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * len(grid), vmem_limit_bytes=vmem_limit_bytes
+        ),
+        interpret=interpret,
+        name=name,
+        input_output_aliases=dict(input_output_aliases or {}),
+    )

@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.helpers import servers
+from tests.helpers import forced, servers
 
 TEXT = "Once upon a time there was a"
 
@@ -59,8 +59,7 @@ def test_a_prompt_scores_as_it_was_generated(client, engine):
     ids = [0, *engine.tokenizer.encode("The whole of arithmetic. " * 20)]
     made = complete(client, ids, temperature=0, logprobs=3, max_tokens=6, extra_body={"skip_special_tokens": False})
     text = made.choices[0].logprobs
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    assert body and len(text.tokens) == 6
+    assert len(text.tokens) == 6
     again = complete(client, ids, temperature=0, max_tokens=6, logprobs=3)
     assert again.choices[0].logprobs == text
     # Score the continuation as part of a prompt: same log-probabilities, and greedy means it was the best.
@@ -106,6 +105,15 @@ def test_scoring_needs_an_engine_that_computes_every_row(client, engine, monkeyp
     with pytest.raises(openai.BadRequestError, match="--no-decoder-swa-bounded-replay"):
         complete(client, echo=True, logprobs=1)
     assert complete(client, echo=True).choices[0].text.startswith(TEXT)
+
+
+def test_every_generated_token_has_an_entry_also_the_end(client, engine):
+    """Harnesses drop the last entry as the one generated token, whatever it was."""
+    ids = [5, 6, 7, 8]
+    with forced.replies(engine, []):
+        choice = complete(client, ids, echo=True, logprobs=1, max_tokens=1).choices[0]
+    assert len(choice.logprobs.token_logprobs) == len(ids) + 1
+    assert choice.logprobs.tokens[-1] == "<｜end▁of▁sentence｜>"
 
 
 def test_stop_ids_end_without_their_text(client, engine):

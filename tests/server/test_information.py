@@ -24,6 +24,12 @@ def test_tokens_lead_back_to_the_text(http, text):
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
 
 
+def test_a_harness_finds_the_special_tokens(http):
+    info = http.get("/tokenizer_info").json()
+    assert http.post("/detokenize", json={"tokens": [info["eos_token_id"]]}).json()["prompt"] == info["eos_token"]
+    assert (info["bos_token_id"], info["model_max_length"]) == (0, 1024)
+
+
 def test_tokens_of_a_conversation_are_those_a_request_uses(http, client):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a prime."}]
     found = http.post("/tokenize", json={"messages": messages}).json()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -65,6 +64,4 @@ def serve(
         image_sources=ImageSources(tuple(image_directory or ()), frozenset(image_origin or ())),
     )
     with Engine.from_checkpoint(model, engine_config, warm_up=warm_up) as engine:
-        server = make_server(create_app(engine, options), host, port)
-        print(f"serving {options.model_name} on http://{host}:{port}", file=sys.stderr)
-        server.run()
+        make_server(create_app(engine, options), host, port, announce=True).run()

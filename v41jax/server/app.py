@@ -82,6 +82,11 @@ def _add_information(app: FastAPI, service: Service) -> None:
         service.require_model(name)
         return json_response(information.model_card(service))
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Special tokens and sizes of the tokenizer."""
+        return json_response(information.tokenizer_info(service))
+
     @app.post("/tokenize", **schemas.post("tokens", schemas.TOKENIZE))
     async def tokenize(request: Request) -> Response:
         """Ids of a prompt or of a conversation."""

@@ -62,9 +62,8 @@ class _Choice:
         if not self._request.scoring_only:
             text += delta.text
             if self._logprobs is not None:
-                stops = self._service.tokenizer.stop_ids
-                kept = [(token, score) for token, score in zip(delta.tokens, delta.scores) if token not in stops]
-                pieces.append(self._logprobs.piece([token for token, _ in kept], [score for _, score in kept]))
+                # Stop tokens too: harnesses count on one entry for each generated token.
+                pieces.append(self._logprobs.piece(delta.tokens, delta.scores))
         if delta.finish_reason is not None:
             self.finish = "length" if hit_limit(delta.finish_reason) else "stop"
         logprobs = join(pieces) if pieces else None

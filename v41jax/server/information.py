@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from v41jax.protocol import ProtocolError
+from v41jax.protocol import ProtocolError, tokens
 from v41jax.protocol.errors import Fault, shorten
 from v41jax.server.chat_request import read_prompt_only
 from v41jax.server.completion_request import read_prompts
@@ -22,6 +22,13 @@ def model_card(service: Service) -> dict[str, Any]:
         "owned_by": "v41jax",
         "max_model_len": service.max_model_len,
     }
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """The tokenizer's special tokens, which evaluation harnesses with a remote tokenizer ask for."""
+    names = {"bos_token": tokens.BEGIN_OF_SENTENCE, "eos_token": tokens.END_OF_SENTENCE, "pad_token": tokens.PADDING}
+    ids = {f"{name}_id": service.tokenizer.control_id(token) for name, token in names.items()}
+    return {**names, **ids, "vocab_size": service.tokenizer.vocab_size, "model_max_length": service.max_model_len}
 
 
 def health(service: Service) -> tuple[int, dict[str, Any]]:
@@ -43,21 +50,21 @@ def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     fields.attempt(lambda: service.check_model(dict(body)))
     with_begin = fields.boolean("add_special_tokens", True)
     with_control = fields.boolean("parse_special_tokens", False)
-    tokens: list[int] | None = None
+    ids: list[int] | None = None
     if (body.get("prompt") is None) == (body.get("messages") is None):
         fields.fault("prompt", "either `prompt` or `messages` must be given")
     elif body.get("messages") is not None:
-        tokens = read_prompt_only(service, body, fields)
+        ids = read_prompt_only(service, body, fields)
     elif not isinstance(body["prompt"], str):
         fields.fault("prompt", f"must be a string, got {shorten(body['prompt'])}")
     else:
         read = fields.attempt(
             lambda: read_prompts(service, body["prompt"], with_begin=with_begin, with_control=with_control)
         )
-        tokens = None if read is None else list(read[0].tokens)
+        ids = None if read is None else list(read[0].tokens)
     fields.check()
-    assert tokens is not None
-    return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+    assert ids is not None
+    return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids}
 
 
 def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,14 +74,14 @@ def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
       ProtocolError: with every fault.
     """
     service.check_model(dict(body))
-    tokens = body.get("tokens")
-    if not isinstance(tokens, list):
-        raise ProtocolError([Fault("tokens", f"must be a list of token ids, got {shorten(tokens)}")])
+    ids = body.get("tokens")
+    if not isinstance(ids, list):
+        raise ProtocolError([Fault("tokens", f"must be a list of token ids, got {shorten(ids)}")])
     faults = [
         Fault(f"tokens[{place}]", f"must be a token id below {service.tokenizer.vocab_size}, got {shorten(token)}")
-        for place, token in enumerate(tokens)
+        for place, token in enumerate(ids)
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < service.tokenizer.vocab_size
     ]
     if faults:
         raise ProtocolError(faults)
-    return {"prompt": service.tokenizer.decode(tokens)}
+    return {"prompt": service.tokenizer.decode(ids)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -17,11 +19,22 @@ class DrainingServer(uvicorn.Server):
     Args:
       app: made by `create_app`.
       config: of uvicorn.
+      announce: print the address once it listens.
     """
 
-    def __init__(self, app: FastAPI, config: uvicorn.Config):
+    def __init__(self, app: FastAPI, config: uvicorn.Config, *, announce: bool = False):
         super().__init__(config)
+        self._announce = announce
         self._service: Service = app.state.service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen and says where."""
+        await super().startup(sockets)
+        if self._announce and self.started:
+            address = self.servers[0].sockets[0].getsockname()
+            host = f"[{address[0]}]" if ":" in address[0] else address[0]
+            name = self._service.options.model_name
+            print(f"serving {name} on http://{host}:{address[1]}", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal."""
@@ -34,7 +47,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def make_server(app: FastAPI, host: str, port: int) -> DrainingServer:
+def make_server(app: FastAPI, host: str, port: int, *, announce: bool = False) -> DrainingServer:
     """A server that is not running yet; call `run`."""
     drain = app.state.service.options.drain_timeout_s
     config = uvicorn.Config(
@@ -45,4 +58,4 @@ def make_server(app: FastAPI, host: str, port: int) -> DrainingServer:
         timeout_graceful_shutdown=max(math.ceil(drain), 1),
         server_header=False,
     )
-    return DrainingServer(app, config)
+    return DrainingServer(app, config, announce=announce)
