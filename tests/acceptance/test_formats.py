@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.acceptance.model import PAGE, WINDOW
 from tests.acceptance.prompts import random_prompt
 from tests.acceptance.serving import OFF, Serving
 
