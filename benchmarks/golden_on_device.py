@@ -3,7 +3,7 @@
     python -m benchmarks.golden_on_device [--kernels auto,xla]
 
 One JSON line a run. float32 without activation quantization is held against the recorded float32 logits (differences
-are the order of sums, and TF32 where a backend uses it); bfloat16 from stored codes shows that packed weights, the packed
+are the order of sums, and TF32 where a backend uses it); bfloat16 from stored codes shows that packed weights, packed
 pools and the device's kernels run and stay finite, with the share of positions whose best token is the recorded one.
 """
 

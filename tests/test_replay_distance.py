@@ -13,7 +13,8 @@ from v41jax.full_forward import load_model
 from v41jax.precision import Precision
 from v41jax.replay_distance import FULL, MODES, Distance, measure_replay, replay_page
 
-LENGTHS = (100, 30)
+# The first has a whole page just below its cut: rows that a hit recomputes are still in the windows of what follows.
+LENGTHS = (75, 30)
 UNQUANTIZED = Precision(np.float32, activation_quantization=False)
 
 
@@ -43,10 +44,10 @@ def test_only_replay_moves_the_logits(measured):
     exact = measured[FULL.name]
     assert (exact.logits_max, exact.kl_max, exact.top1) == (0, 0, 1)
     assert exact.nll == exact.nll_full > 0
-    noise = measured["full prefill in chunks"]
-    assert 0 < noise.logits_max < 1e-5
+    noise = measured["full in chunks"]
+    assert noise.logits_max < 1e-5
     for name in ("decoder replay", "encoder replay", "both replays"):
-        assert measured[name].logits_mean > 1e-3
+        assert measured[name].logits_mean > 10 * max(noise.logits_max, 1e-6)
         assert measured[name].kl_max >= measured[name].kl_mean > 0
         assert 0 <= measured[name].top1 <= 1
 

@@ -34,6 +34,8 @@ def fault_lines(error: Exception) -> list[str]:
     faults = getattr(error, "faults", None)
     if faults:
         return [str(fault) for fault in faults]
+    if isinstance(error, OSError) and error.filename is not None:
+        return [f"{error.filename}: {error.strerror}"]
     return [" ".join(str(error).split()) or type(error).__name__]
 
 

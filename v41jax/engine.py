@@ -277,7 +277,7 @@ class Engine:
                 num_pages=budget.num_pages,
                 num_slots=budget.num_slots,
                 num_images=budget.num_images,
-                eager=config.enforce_eager,
+                execution="EAGER" if config.enforce_eager else config.execution_mode,
                 scores_prompts=config.prompt_logprobs,
             )
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)

@@ -72,7 +72,7 @@ class ForwardOutput(NamedTuple):
     """What a step returns besides the pools.
 
     Attributes:
-      logits: [F, V] float32, of `batch.output_rows`; padding entries hold some finite row.
+      logits: [F, V] float32, of `batch.output_rows`; zero at padding.
       cursor_mismatch: [R] bool, a CONTINUE request whose slot did not stand at `forward_start`: its state is not
         what the scheduler believes and must be rebuilt.
       record: a `Record` when asked for.
@@ -163,7 +163,7 @@ def forward(
     else:
         flow, pools = run_layers(params, flow, pools, step, range(decoder_start(config)), recorded, means)
         flow, pools, ran = run_tail(params, flow, pools, step, batch.tail, recorded, means)
-    logits = head(params, flow, config)
+    logits = output_logits(params, flow, batch, config)
     if advance:
         pools = advance_cursors(pools, batch)
     taps = None if means is None or ran is None else Taps(jnp.concatenate(means, axis=1), ran)
@@ -247,6 +247,12 @@ def head(params: Parameters, flow: Flow, config: ModelConfig) -> Array:
     """Logits of every row of `flow`, [F, V] float32 (model specification, "Final norm and head")."""
     x = collapse(flow.streams, flow.pre_mix)
     return product(rms_norm(x, params.norm, config.text.rms_norm_eps), params.head)
+
+
+def output_logits(params: Parameters, flow: Flow, batch: BatchStep, config: ModelConfig) -> Array:
+    """`head` of a step's output rows, which `flow` holds; zero at padding, so that a step of nothing returns zeros."""
+    real = batch.output_rows < batch.positions.shape[0]
+    return jnp.where(real[:, None], head(params, flow, config), 0)
 
 
 def run_layers(

@@ -44,10 +44,10 @@ class Mode:
     small_chunks: bool = False
 
 
-FULL = Mode("full prefill")
+FULL = Mode("full")
 MODES = (
     FULL,
-    Mode("full prefill in chunks", small_chunks=True),
+    Mode("full in chunks", small_chunks=True),
     Mode("decoder replay", tail=True),
     Mode("encoder replay", hit=True),
     Mode("both replays", hit=True, tail=True),

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,11 @@ from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
 from v41jax.bounded_replay import take_rows
 from v41jax.flow import Flow
+from v41jax.layers.rows import Phase
 from v41jax.layers.vision import write_image_rows
-from v41jax.model import ModelSetup, forward, head
+from v41jax.model import ForwardOutput, ModelSetup, forward, head
 from v41jax.parameters import Parameters
+from v41jax.piecewise import PiecewiseStep
 from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
 from v41jax.state_copies import Images, StateCopies, allocate_images
 from v41jax.step_arrays import empty_step, engram_shapes, image_shape
@@ -37,6 +39,9 @@ Pools = pool_arrays.Pools
 
 _log = logging.getLogger(__name__)
 
+
+Execution = Literal["FULL", "PIECEWISE", "EAGER"]
+"""How a step runs; see `ModelRunner`."""
 
 SCORED_ROWS = 128
 """Prompt rows whose logits exist at once."""
@@ -131,6 +136,20 @@ def serve_step(
         image_embeddings=image_embeddings,
         keep_flow=sampling.targets is not None,
     )
+    return choose_tokens(params, pools, adjustments, batch, output, sampling, setup=setup)
+
+
+def choose_tokens(
+    params: Parameters,
+    pools: Pools,
+    adjustments: Array,
+    batch: BatchStep,
+    output: ForwardOutput,
+    sampling: StepSampling,
+    *,
+    setup: ModelSetup,
+) -> tuple[Pools, Array, StepOutput]:
+    """What a step does after its forward; arguments and results as of `serve_step`."""
     adjustments, logits = edit_logits(output.logits, adjustments, sampling.edits)
     tokens = sample(logits.at[:, setup.config.image_token_id].set(-jnp.inf), sampling.inputs)
     scores = token_scores(output.logits, tokens, sampling.scored)
@@ -208,7 +227,7 @@ class ModelRunner:
         num_pages: int,
         num_slots: int,
         num_images: int = 0,
-        eager: bool = False,
+        execution: Execution = "FULL",
         scores_prompts: bool = False,
     ):
         """Allocates the pools.
@@ -219,7 +238,8 @@ class ModelRunner:
           num_pages: PAGE units.
           num_slots: state slots.
           num_images: checkpoint images that can be held at once (copy transfer).
-          eager: run steps op by op, the correctness baseline; nothing is compiled ahead.
+          execution: "FULL" compiles whole steps, ahead. "PIECEWISE" compiles parts of a step at their first use, see
+            `piecewise`; "EAGER" runs op by op, the correctness baseline.
           scores_prompts: prefill programs can report log-probabilities of prompt tokens.
         """
         self.params = params
@@ -228,7 +248,8 @@ class ModelRunner:
         self.num_slots = num_slots
         self.recompiles = 0
         self.scores_prompts = scores_prompts
-        self._eager = eager
+        self._execution = execution
+        self._pieces: dict[str, PiecewiseStep] = {}
         self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
         self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
         self._copies = StateCopies()
@@ -250,13 +271,13 @@ class ModelRunner:
     # Compilation ---------------------------------------------------------------------------------------------
 
     def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False) -> None:
-        """Compiles steps ahead from abstract shapes; no pool byte is touched.
+        """Compiles steps ahead from abstract shapes; no pool byte is touched. Only whole steps are compiled ahead.
 
         Args:
           shapes: every shape that the scheduler's buckets can produce.
           images: also compile the variants whose rows take image embeddings.
         """
-        if self._eager:
+        if self._execution != "FULL":
             return
         for shape in shapes:
             self._program(shape, False)
@@ -325,11 +346,13 @@ class ModelRunner:
         if image_rows is not None:
             arguments.append(_spread(*image_rows, count=shape.rows, dtype=self.setup.precision.activation_dtype))
         program: Callable[..., tuple[Pools, Array, StepOutput]]
-        if self._eager:
+        if self._execution == "FULL":
+            program = self._program(shape, images).call
+        elif self._execution == "PIECEWISE":
+            program = self._in_pieces(shape.phase.value)
+        else:
             program = functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)
             arguments = jax.tree.map(jnp.asarray, arguments)
-        else:
-            program = self._program(shape, images).call
         try:
             if ops is not None:
                 self._maintain(ops)
@@ -338,6 +361,11 @@ class ModelRunner:
             self._failed = True
             raise
         return output
+
+    def _in_pieces(self, phase: Phase) -> PiecewiseStep:
+        if phase not in self._pieces:
+            self._pieces[phase] = PiecewiseStep(self.setup, phase, choose_tokens)
+        return self._pieces[phase]
 
     def load_adjustments(self, slot: int, row: np.ndarray) -> None:
         """Replaces what a slot's logits are adjusted by: row [V] float32."""
@@ -400,6 +428,7 @@ class ModelRunner:
             "compile_seconds": round(sum(step.seconds for step in self._compiled.values()), 3),
             "recompiles_after_warm_up": self.recompiles,
             "kernels": self.setup.kernels,
+            "execution": self._execution,
         }
 
 

@@ -1,14 +1,14 @@
 """The routed experts for GPUs: one kernel for gate, up and activation, one for down, widening weights in registers.
 
 A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks. With very
-few rows every pair is a block of its own. x and the hidden values are kept in the order in which weights are widened.
+few rows every pair is a block of its own. Low and high nibbles are the even and odd inner dims, so x and the hidden
+values are kept with their even dims first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import fake_q8_group
+from pallas_kernels.arithmetic import even_odd, fake_q8_group
 from pallas_kernels.grouped_experts.types import ExpertWeights
-from pallas_kernels.triton_widening import (
-    LANE_GROUP,
-    UNIT_EXPONENT,
-    fp4_operand,
-    fp4_place,
-    packed_instructions,
-    widen_e2m1,
-)
+from pallas_kernels.grouped_experts.widening import widen_e2m1
+from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
@@ -41,8 +35,7 @@ class Tile:
 
     Attributes:
       outputs: outputs of one program (for the first kernel: of each of its two matrices), a multiple of 32.
-      inner: packed bytes of one step, a multiple of `LANE_GROUP`. Scales are copied ahead of their use only where a
-        thread has four of them: outputs * inner of at least 2048 per warp.
+      inner: packed bytes of one step, a multiple of 16 that divides the packed inner width.
       num_warps, num_stages: of one program.
     """
 
@@ -66,21 +59,21 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
     stages = 1 if generation == "rocm" else 3
 
     def inner(packed: int, most: int) -> int:
-        size = LANE_GROUP
-        while size < most and size < packed:
+        size = 16
+        while size < most and packed % (2 * size) == 0:
             size *= 2
         return size
 
     mean = -(-pairs // experts)
     if mean >= 64:
         rows = 64 if generation == "rocm" else 128
-        warps, outputs, most = (4, 64, 64) if generation == "rocm" else (8, 128, 64)
+        warps, outputs, most = (4, 64, 32) if generation == "rocm" else (8, 128, 32)
     else:
         rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
-        warps, outputs, most = 4, 64, 128
+        warps, outputs, most = 4, 64, 64
     return Config(
         rows,
-        Tile(outputs, inner(width // 2, most), warps, stages),
+        Tile(min(outputs, 32 * (hidden // 32)), inner(width // 2, most), warps, stages),
         Tile(outputs, inner(hidden // 2, most), warps, stages),
     )
 
@@ -141,51 +134,37 @@ def _blocks(ids: Array, experts: int, rows: int) -> _Blocks:
     return _Blocks(owner, starts[near] + (index - until[near] + counts[near]) * rows, ends[near], pair)
 
 
-def _load(ref: object, index: Array, first: Array, count: int, live: Array | None, leading: Array | None) -> Array:
-    """ref[(leading,) index, first : first + count] as [len(index), count], zero for dead rows or past the last column.
-
-    What is not there costs no traffic; columns are only compared where the last step runs past the width.
-    """
+def _load(ref: object, index: Array, first: Array, count: int, leading: Array | None = None) -> Array:
+    """ref[(leading,) index, first : first + count] as [len(index), count]."""
     shape = (index.shape[0], count)
     column = first + jnp.arange(count, dtype=jnp.int32)
     place = [jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
     if leading is not None:
         place.insert(0, jnp.broadcast_to(leading, shape))
-    if live is not None:
-        return backend.triton().load(ref.at[tuple(place)], mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
-    if ref.shape[-1] % count == 0:
-        return backend.triton().load(ref.at[tuple(place)])
-    return backend.triton().load(ref.at[tuple(place)], mask=place[-1] < ref.shape[-1], other=0)
+    return backend.triton().load(ref.at[tuple(place)])
 
 
 def _product(
-    weights: list[tuple],
-    expert: Array,
-    output: Array,
-    x_ref: object,
-    x_row: Array,
-    live: Array,
-    tile: Tile,
-    cuda: bool,
+    weights: list[tuple], expert: Array, output: Array, x_ref: object, x_row: Array, tile: Tile, cuda: bool
 ) -> list[Array]:
-    """Sums [outputs, rows] of every (packed, scales) ref pair with the live rows `x_row` of an FP4 operand."""
-    padded = x_ref.shape[1] // 2
+    """Sums [outputs, rows] of every (packed, scales) ref pair with rows `x_row` of x, whose even dims come first."""
+    packed_width = weights[0][0].shape[-1]
 
     def step(index: Array, totals: tuple) -> tuple:
         first = index * tile.inner
-        even = _load(x_ref, x_row, first, tile.inner, live, None).T
-        odd = _load(x_ref, x_row, padded + first, tile.inner, live, None).T
+        even = _load(x_ref, x_row, first, tile.inner).T
+        odd = _load(x_ref, x_row, packed_width + first, tile.inner).T
         results = []
         for total, (packed_ref, scales_ref) in zip(totals, weights, strict=True):
-            packed = _load(packed_ref, output, first, tile.inner, None, expert)
-            scales = _load(scales_ref, output, index * (tile.inner // 16), tile.inner // 16, None, expert)
+            packed = _load(packed_ref, output, first, tile.inner, expert)
+            scales = _load(scales_ref, output, index * (tile.inner // 16), tile.inner // 16, expert)
             low, high = widen_e2m1(packed, scales, cuda)
             total = total + jnp.dot(low, even, preferred_element_type=jnp.float32)
             results.append(total + jnp.dot(high, odd, preferred_element_type=jnp.float32))
         return tuple(results)
 
     start = tuple(jnp.zeros((tile.outputs, x_row.shape[0]), jnp.float32) for _ in weights)
-    return list(lax.fori_loop(0, -(-weights[0][0].shape[-1] // tile.inner), step, start))
+    return list(lax.fori_loop(0, packed_width // tile.inner, step, start))
 
 
 def _hidden_kernel(
@@ -207,10 +186,10 @@ def _hidden_kernel(
     quantize_hidden: bool,
     cuda: bool,
 ) -> None:
-    """Hidden values of one block for one tile of outputs, as an FP4 operand; outputs past the last one are zero."""
+    """Hidden values of one block for one tile of outputs, even dims first."""
     triton, tile = backend.triton(), config.hidden
     experts, outputs, _ = gate_packed.shape
-    tiles = hidden_ref.shape[1] // tile.outputs
+    tiles = -(-outputs // tile.outputs)
     program = pl.program_id(0)
     block = program // tiles
     output = (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
@@ -224,19 +203,18 @@ def _hidden_kernel(
         routing = triton.load(weights_ref.at[pair])
         near = jnp.minimum(output, outputs - 1)
         refs = [(gate_packed, gate_scales), (up_packed, up_scales)]
-        gate, up = _product(refs, expert, near, x_ref, lax.div(pair, chosen), live, tile, cuda)
+        gate, up = _product(refs, expert, near, x_ref, lax.div(pair, chosen), tile, cuda)
         gate, up = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in (gate, up))
         if swiglu_limit > 0:
             gate = jnp.minimum(gate, swiglu_limit)
             up = jnp.minimum(jnp.maximum(up, -swiglu_limit), swiglu_limit)
         hidden = routing[None, :] * (gate / (1.0 + jnp.exp(-gate)) * up)
-        hidden = jnp.where((output < outputs)[:, None], hidden, 0).astype(jnp.bfloat16)
+        hidden = hidden.astype(jnp.bfloat16)
         if quantize_hidden:
             groups = hidden.reshape(tile.outputs // 32, 32, config.rows)
             hidden = fake_q8_group(groups, axis=1).reshape(tile.outputs, config.rows)
-        hidden = hidden * jnp.asarray(2.0**UNIT_EXPONENT, jnp.bfloat16)
-        column = fp4_place(output, hidden_ref.shape[1] // 2)
-        _store(hidden_ref, hidden, position, live, column, output < hidden_ref.shape[1])
+        column = lax.rem(output, 2) * (outputs // 2) + lax.div(output, 2)
+        _store(hidden_ref, hidden, position, live, column, output < outputs)
 
 
 def _down_kernel(
@@ -268,7 +246,7 @@ def _down_kernel(
         position = jnp.where(live, position, triton.load(first_ref.at[block]))
         pair = triton.load(pair_ref.at[position])
         near = jnp.minimum(output, outputs - 1)
-        [total] = _product([(packed_ref, scales_ref)], expert, near, hidden_ref, position, live, tile, cuda)
+        [total] = _product([(packed_ref, scales_ref)], expert, near, hidden_ref, position, tile, cuda)
         _store(out_ref, total.astype(jnp.bfloat16), pair, live, output, output < outputs)
 
 
@@ -322,10 +300,6 @@ def grouped_experts(
             name=name,
         )(*operands)
 
-    def padded(width: int, inner: int, outputs: int = 1) -> int:
-        unit = math.lcm(2 * inner, outputs)
-        return -(-width // unit) * unit
-
     hidden = call(
         functools.partial(
             _hidden_kernel,
@@ -336,9 +310,9 @@ def grouped_experts(
             cuda=cuda,
         ),
         config.hidden,
-        padded(hidden_width, config.down.inner, config.hidden.outputs),
+        hidden_width,
         "grouped_experts_hidden",
-        fp4_operand(x, padded(width, config.hidden.inner) // 2),
+        even_odd(x),
         weights.reshape(-1),
         *lists,
         *w1,

@@ -144,9 +144,7 @@ def index_scores(
 
     pltpu = backend.tpu()
     stacked = config.rows * heads
-    table_spec = [
-        pl.BlockSpec((1, 1, pages_in_chunk), table(step), memory_space=pltpu.SMEM) for step in (0, 1)
-    ]
+    table_spec = [pl.BlockSpec((1, 1, pages_in_chunk), table(step), memory_space=pltpu.SMEM) for step in (0, 1)]
     return backend.tpu_call(
         _kernel(config, plane, heads, chunks),
         jax.ShapeDtypeStruct((count, context), jnp.float32),

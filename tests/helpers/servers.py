@@ -45,7 +45,7 @@ ONE_OF_EACH = Buckets(
 """One program a phase: compiling is what costs here."""
 
 
-def write_checkpoint(directory: Path) -> Path:
+def write_checkpoint(directory: Path, scopes: tuple[str, ...] = ("text",)) -> Path:
     """The five golden layers with the released vocabulary and its tokenizer."""
     released = json.loads((GOLDEN / "five-layer" / "config.json").read_text())
     config = copy.deepcopy(released)
@@ -55,7 +55,7 @@ def write_checkpoint(directory: Path) -> Path:
         "engram_compressed_vocab_size": 99092,
         "dspark_noise_token_id": 128799,
     }
-    synthesize(directory, ModelConfig.from_dict(config), seed=5, scopes=("text",), tokenizer=family_file())
+    synthesize(directory, ModelConfig.from_dict(config), seed=5, scopes=scopes, tokenizer=family_file())
     return directory
 
 

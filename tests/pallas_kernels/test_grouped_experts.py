@@ -86,7 +86,7 @@ def run_on_gpu(case, config=None, *, swiglu_limit=10.0, quantize_hidden=True):
     return np.asarray(jax.jit(call)(*case.arrays(), valid=jnp.asarray(case.valid)))
 
 
-SMALL_TILES = triton.Config(16, triton.Tile(64, 64, 4, 1), triton.Tile(32, 64, 4, 1))
+SMALL_TILES = triton.Config(16, triton.Tile(64, 16, 4, 1), triton.Tile(32, 16, 4, 1))
 
 
 @pytest.mark.parametrize("rows", [3, 40])

@@ -100,7 +100,8 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
     tokens, images = prompt.token_ids, None
     if prompt.images:
         parts = [image.part for image in prompt.images]
-        seen = service.engine.prompt_with_images(tokens, load_images(parts, service.options.image_sources))
+        sources = service.options.image_sources
+        seen = service.engine.prompt_with_images(tokens, load_images(parts, sources), limits=sources.limits)
         tokens, images = list(seen.tokens), seen.images
     try:
         choices = tuple(
