@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
-from pallas_kernels.stored_rows import load_rows
+from pallas_kernels.stored_rows import load_rows, ordered_after
 from scheduler.batch import BatchStep, CompressionPlan, EngramRows, TailPlan
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
@@ -30,7 +30,7 @@ from v41jax.layers.moe import Routing, moe
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable
 from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
-from v41jax.parameters import LayerWeights, Parameters, Run, layer_weights, plan_runs
+from v41jax.parameters import LayerWeights, Parameters, Run, layer_of_run, layer_weights, plan_runs
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8
 from v41jax.slot_state import advance_cursors, prepare_slots
@@ -309,7 +309,7 @@ def run_stacked(
     """
     if len(run.layers) == 1:
         entering = stream_mean(flow.streams)[None] if tap else None
-        weights = jax.tree.map(lambda leaf: leaf[first], stacked)
+        weights = layer_of_run(stacked, first)
         flow, pools, routing = run_layer(weights, run.topology, flow, pools, step)
         layer_record = LayerRecord(flow.streams, flow.pre_mix, routing)
         layer_record = jax.tree.map(lambda leaf: leaf[None], layer_record) if record else None
@@ -319,7 +319,7 @@ def run_stacked(
     def body(carry: tuple[Array, Array, Array], place: Array):
         streams, pre_mix, window = carry
         # Indexed here and not scanned over: a part of a run would be a copy of its weights.
-        weights = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), stacked)
+        weights = layer_of_run(stacked, place)
         index = place - first + run.layers[0]
         inner = flow._replace(streams=streams, pre_mix=pre_mix)
         inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
@@ -555,5 +555,6 @@ def attention_sublayer(
         kernels=kernels,
     )
     if step.phase != "decode":
-        rings = write_ring(rings, kv, step.rows, requests.slots, ring_offset, **write)
+        slots = ordered_after(requests.slots, output)
+        rings = write_ring(rings, kv, step.rows, slots, ring_offset, **write)
     return output, flow, rings.reshape(window.shape)
