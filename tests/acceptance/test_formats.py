@@ -73,7 +73,7 @@ def test_a_fork_of_a_cached_prompt(serving):
 
 def test_preempted_cancelled_and_starved(serving):
     """A10, A14, A24."""
-    session = serving.session(**OFF, num_pages=14)
+    session = serving.session(**OFF, num_pages=9)
     for name in range(4):
         session.add(name, random_prompt(45 + 10 * name, 10 + name), 30)
     session.until(lambda: len(session.tokens(1)) >= 3)
