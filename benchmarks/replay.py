@@ -185,7 +185,7 @@ def first_tokens(directory: Path, lengths: list[int], repeats: int) -> Iterator[
         with Engine.from_checkpoint(directory, options, warm_up=False) as engine:
             pages = engine.core.buckets.decode_pages
             rows = tuple(sorted({2 * page, *(min(length, CHUNK) for length in lengths)}))
-            engine.core.buckets = Buckets((1,), rows, (1,), pages, pages)
+            engine.core.buckets = Buckets((1,), rows, (1,) * len(rows), pages, pages)
             for length in lengths:
                 measured: dict[str, list[tuple[float, float, int]]] = {"cold": [], "hit": []}
                 for _ in range(repeats + 1):
