@@ -27,6 +27,21 @@ def store_rows(array: Array, index: tuple[Array | slice, ...], rows: Array) -> A
     return array.at[index].set(rows.astype(array.dtype), mode="drop")
 
 
+def ordered_after(index: Array, value: Array) -> Array:
+    """`index` unchanged, as something the compiler must compute after `value`.
+
+    A write at it into an array that `value` was read from then happens in place. Without the dependency XLA cannot
+    tell that the reads come first and copies the whole array; an optimization barrier is gone by the time it decides.
+
+    Args:
+      index: [..] int32.
+      value: any float array.
+    """
+    bits = lax.bitcast_convert_type(value.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    # At most 32 bits are set, so this adds zero, which no simplification knows.
+    return index + (lax.population_count(bits) >> 6)
+
+
 def load_rows(array: Array, index: tuple[Array | slice, ...]) -> Array:
     """`array[index]`, bfloat16 where uint16 stores its bits; out-of-range entries give some row of the array."""
     if array.dtype == jnp.bfloat16:

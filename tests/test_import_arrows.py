@@ -35,6 +35,7 @@ RULES = {
     "pallas_kernels": (("pallas_kernels", "v41jax.quantization"), True),
     "v41jax.config": (("v41jax.config_rules", "v41jax.presets", "v41jax.engram_primes"), False),
     "v41jax.protocol": (("v41jax.protocol", "v41jax.tokenizer"), False),
+    "v41jax.load": (("v41jax.load",), False),
     "v41jax.reference": (
         (
             "v41jax.reference",

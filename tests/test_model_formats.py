@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from checkpoints.load import Checkpoint
-from scheduler.pools import allocate
+from scheduler.pools import abstract, allocate
 from tests.helpers import golden
 from tests.helpers.batches import Driver
 from tests.helpers.models import directory, model, reference
 from tests.helpers.rounding_flips import FlipProbe, explain
+from v41jax.full_forward import engram_rows_of, step
 from v41jax.model import decoder_start
 from v41jax.reference.model import ReferenceModel
 from v41jax.spans import batch_of
@@ -127,3 +128,17 @@ def test_pools_have_the_geometrys_bytes():
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pools)) == sum(
         spec.bytes for spec in geometry.device_arrays(3, 2)
     )
+
+
+def test_a_step_copies_no_pool():
+    """The rings of all layers are written in place, also where a layer reads them first (prefill)."""
+    loaded = model("five-layer", "bfloat16", True)
+    driver = Driver(loaded)
+    driver.add("only", golden.load_expected("five-layer").prompt(2))
+    batch = batch_of([driver.span("only", 7)], loaded.setup.geometry, **driver.bucket)
+    pools = abstract(loaded.setup.geometry, 4000, 6000)
+    engram = engram_rows_of(loaded.setup, loaded.lookup, batch)
+    lowered = step.lower(loaded.params, pools, batch, engram, setup=loaded.setup, phase="prefill")
+    memory = lowered.compile().memory_analysis()
+    smallest = min(array.size * array.dtype.itemsize for array in (*pools.main, pools.window))
+    assert memory.temp_size_in_bytes < smallest / 2, (memory.temp_size_in_bytes, smallest)

@@ -100,7 +100,7 @@ def test_widened_weights_are_codes_times_scales():
     assert np.array_equal(weights.attention.wq_b.values, wanted)
     name = "layers.3.ffn.experts.5.w2"
     wanted = dequantize_expert(tensor(f"{name}.weight"), tensor(f"{name}.scale"))
-    assert np.array_equal(weights.moe.experts.w2.values[5], wanted)
+    assert np.array_equal(weights.moe.experts.w2.values[weights.moe.layer, 5], wanted)
     assert weights.compressor is None and weights.indexer is None and weights.engram is None
 
 

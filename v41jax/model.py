@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
-from pallas_kernels.stored_rows import load_rows
+from pallas_kernels.stored_rows import load_rows, ordered_after
 from scheduler.batch import BatchStep, CompressionPlan, EngramRows, TailPlan
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
@@ -30,7 +30,7 @@ from v41jax.layers.moe import Routing, moe
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable
 from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
-from v41jax.parameters import LayerWeights, Parameters, Run, layer_weights, plan_runs
+from v41jax.parameters import LayerWeights, Parameters, Run, layer_of_run, layer_weights, plan_runs
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8
 from v41jax.slot_state import advance_cursors, prepare_slots
@@ -72,7 +72,7 @@ class ForwardOutput(NamedTuple):
     """What a step returns besides the pools.
 
     Attributes:
-      logits: [F, V] float32, of `batch.output_rows`; padding entries hold some finite row.
+      logits: [F, V] float32, of `batch.output_rows`; zero at padding.
       cursor_mismatch: [R] bool, a CONTINUE request whose slot did not stand at `forward_start`: its state is not
         what the scheduler believes and must be rebuilt.
       record: a `Record` when asked for.
@@ -163,7 +163,7 @@ def forward(
     else:
         flow, pools = run_layers(params, flow, pools, step, range(decoder_start(config)), recorded, means)
         flow, pools, ran = run_tail(params, flow, pools, step, batch.tail, recorded, means)
-    logits = head(params, flow, config)
+    logits = output_logits(params, flow, batch, config)
     if advance:
         pools = advance_cursors(pools, batch)
     taps = None if means is None or ran is None else Taps(jnp.concatenate(means, axis=1), ran)
@@ -249,6 +249,12 @@ def head(params: Parameters, flow: Flow, config: ModelConfig) -> Array:
     return product(rms_norm(x, params.norm, config.text.rms_norm_eps), params.head)
 
 
+def output_logits(params: Parameters, flow: Flow, batch: BatchStep, config: ModelConfig) -> Array:
+    """`head` of a step's output rows, which `flow` holds; zero at padding, so that a step of nothing returns zeros."""
+    real = batch.output_rows < batch.positions.shape[0]
+    return jnp.where(real[:, None], head(params, flow, config), 0)
+
+
 def run_layers(
     params: Parameters,
     flow: Flow,
@@ -303,7 +309,7 @@ def run_stacked(
     """
     if len(run.layers) == 1:
         entering = stream_mean(flow.streams)[None] if tap else None
-        weights = jax.tree.map(lambda leaf: leaf[first], stacked)
+        weights = layer_of_run(stacked, first)
         flow, pools, routing = run_layer(weights, run.topology, flow, pools, step)
         layer_record = LayerRecord(flow.streams, flow.pre_mix, routing)
         layer_record = jax.tree.map(lambda leaf: leaf[None], layer_record) if record else None
@@ -313,7 +319,7 @@ def run_stacked(
     def body(carry: tuple[Array, Array, Array], place: Array):
         streams, pre_mix, window = carry
         # Indexed here and not scanned over: a part of a run would be a copy of its weights.
-        weights = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), stacked)
+        weights = layer_of_run(stacked, place)
         index = place - first + run.layers[0]
         inner = flow._replace(streams=streams, pre_mix=pre_mix)
         inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
@@ -549,5 +555,6 @@ def attention_sublayer(
         kernels=kernels,
     )
     if step.phase != "decode":
-        rings = write_ring(rings, kv, step.rows, requests.slots, ring_offset, **write)
+        slots = ordered_after(requests.slots, output)
+        rings = write_ring(rings, kv, step.rows, slots, ring_offset, **write)
     return output, flow, rings.reshape(window.shape)

@@ -8,7 +8,6 @@ keeps the memory of a load at the weights kept plus one leaf, and what lets each
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -393,10 +392,21 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
     return jax.tree.map(place, leaves, shardings)
 
 
+def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
+    """The weights of one layer of a run; its routed experts stay in the run's stack, see `MoeWeights`."""
+
+    def take(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree)
+
+    moe = stacked.moe
+    return take(stacked._replace(moe=None))._replace(
+        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), jnp.asarray(place, jnp.int32))
+    )
+
+
 def layer_weights(params: Parameters, config: ModelConfig, layer: int) -> LayerWeights:
-    """The weights of one layer, without a leading axis."""
+    """The weights of one layer, as `layer_of_run` gives them."""
     for run, stacked in zip(plan_runs(config), params.runs):
         if layer in run.layers:
-            place = run.layers.index(layer)
-            return jax.tree.map(operator.itemgetter(place), stacked)
+            return layer_of_run(stacked, run.layers.index(layer))
     raise ValueError(f"layer {layer} is outside 0..{config.text.num_hidden_layers - 1}")

@@ -21,7 +21,7 @@ from v41jax.model import (
     ModelSetup,
     decoder_start,
     embed,
-    head,
+    output_logits,
     prepare_step,
     run_layers,
     run_tail,
@@ -108,7 +108,7 @@ class PiecewiseStep:
         sampling: Any,
     ) -> tuple[Pools, Array, Any]:
         rows = take_rows(flow, batch.output_rows) if batch.tail is None else flow
-        logits = head(params, rows, self._setup.config)
+        logits = output_logits(params, rows, batch, self._setup.config)
         pools = advance_cursors(pools, batch)
         output = ForwardOutput(logits, mismatch, None, None, flow)
         return self._finish(params, pools, adjustments, batch, output, sampling, setup=self._setup)

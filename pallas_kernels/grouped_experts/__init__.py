@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.grouped_experts import triton, xla
@@ -26,6 +27,7 @@ def grouped_experts(
     swiglu_limit: float,
     quantize_hidden: bool,
     valid: Array,
+    layer: Array | int | None = None,
     implementation: str = "auto",
 ) -> Array:
     """y[n] = sum over the chosen experts e, ascending, of w2_e(Q8(round(weight * swiglu(w1_e x, w3_e x)))).
@@ -45,6 +47,8 @@ def grouped_experts(
       swiglu_limit: upper clamp of the gate and two-sided clamp of the up value; <= 0 for no clamp.
       quantize_hidden: fake-quantize (Q8) the hidden values after their rounding to the activation dtype.
       valid: [N] bool; rows that are False read no expert and give zeros.
+      layer: int32 scalar or int; w1, w3 and w2 then have one more leading axis, layers, and this one is read in place,
+        without a copy of its matrices.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -56,6 +60,19 @@ def grouped_experts(
       ValueError: for an unknown implementation.
       KernelUnsupportedError: "pallas" where no kernel runs.
     """
+    layers = 1
+    if layer is not None:
+        layers = jax.tree.leaves(w1)[0].shape[0]
+        whole = tuple(_joined(weight) for weight in (w1, w3, w2))
+        if triton.unsupported(x, whole[0], whole[2]) and not triton.unsupported(x, _layer(w1, 0), _layer(w2, 0)):
+            # A kernel that cannot address the whole stack reads a copy of one layer.
+            w1, w3, w2 = (_layer(weight, layer) for weight in (w1, w3, w2))
+            layers = 1
+        else:
+            experts = jax.tree.leaves(w1)[0].shape[1]
+            outside = (expert_ids < 0) | (expert_ids >= experts)
+            expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
+            w1, w3, w2 = whole
     choice = backend.choose(
         "grouped_experts", implementation, {"triton": backend.Candidate(triton.unsupported(x, w1, w2))}
     )
@@ -73,4 +90,14 @@ def grouped_experts(
         swiglu_limit=swiglu_limit,
         quantize_hidden=quantize_hidden,
         valid=valid,
+        layers=layers,
     )
+
+
+def _joined(weight: ExpertWeights | Array) -> ExpertWeights | Array:
+    """[layers, E, ...] -> [layers * E, ...]; nothing moves."""
+    return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), weight)
+
+
+def _layer(weight: ExpertWeights | Array, layer: Array | int) -> ExpertWeights | Array:
+    return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, layer, keepdims=False), weight)

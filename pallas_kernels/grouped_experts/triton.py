@@ -272,16 +272,17 @@ def grouped_experts(
     swiglu_limit: float,
     quantize_hidden: bool,
     valid: Array,
+    layers: int = 1,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `pallas_kernels.grouped_experts`; `unsupported` has been asked."""
+    """See `pallas_kernels.grouped_experts`; `unsupported` was asked, chosen experts lie in one of `layers` parts."""
     rows, chosen = expert_ids.shape
     experts, hidden_width, _ = w1.packed.shape
     pairs, width = rows * chosen, x.shape[1]
     if pairs == 0:
         return jnp.zeros((rows, width), jnp.float32)
-    config = config or config_for(pairs, experts, width, hidden_width, backend.current_target().generation)
+    config = config or config_for(pairs, experts // layers, width, hidden_width, backend.current_target().generation)
     cuda = packed_instructions() and not interpret
     served = valid[:, None] & (expert_ids >= 0) & (expert_ids < experts)
     ids = jnp.where(served, expert_ids, experts)

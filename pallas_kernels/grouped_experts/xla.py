@@ -45,8 +45,9 @@ def grouped_experts(
     swiglu_limit: float,
     quantize_hidden: bool,
     valid: Array,
+    layers: int = 1,
 ) -> Array:
-    """See `pallas_kernels.grouped_experts`."""
+    """See `pallas_kernels.grouped_experts`; all chosen experts lie in one of `layers` equal parts."""
     rows, chosen = expert_ids.shape
     pairs = rows * chosen
     experts = (w1.packed if isinstance(w1, ExpertWeights) else w1).shape[0]
@@ -68,7 +69,7 @@ def grouped_experts(
     sizes = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
     starts = jnp.cumsum(sizes) - sizes
 
-    tile = row_tile(pairs, experts)
+    tile = row_tile(pairs, experts // layers)
     tiles_until = jnp.cumsum(-(-sizes // tile))
     # Sorted operands, padded by a tile: a block's spare rows are the next expert's, which a later block overwrites.
     padded = jnp.concatenate([order, jnp.zeros(tile, jnp.int32)])

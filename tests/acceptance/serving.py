@@ -139,6 +139,9 @@ class Serving:
       directory: checkpoint.
       decode: batch sizes of the decode programs.
       options: of `EngineConfig`, fixed for all scenarios.
+
+    Attributes:
+      changeable: names of the options that a session may choose.
     """
 
     def __init__(self, directory: Path, decode: tuple[int, ...] = (REQUESTS,), **options: Any):
@@ -151,6 +154,7 @@ class Serving:
             **options,
         }
         config = EngineConfig(**self.options)
+        self.changeable = tuple(field.name for field in dataclasses.fields(config) if field.name not in options)
         precision = Precision(jnp.dtype(config.dtype), config.activation_quantization)
         self.model = load_model(directory, precision, max_model_len=MAX_LEN)
         self.view = ModelView.from_config(self.model.setup.config)

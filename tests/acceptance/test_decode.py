@@ -79,6 +79,7 @@ def test_a_step_of_nothing_changes_no_byte(exact, index):
     sampling = exact.runner.step_sampling(sampling_inputs([], shape.outputs))
     output = exact.runner.execute(shape, step, exact.model.lookup.step_rows(step), sampling)
     assert not np.asarray(output.cursor_mismatch).any()
+    assert not np.asarray(output.logits).any()
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(exact.runner.pools)):
         assert old.tobytes() == np.array(new).tobytes()
 

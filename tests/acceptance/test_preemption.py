@@ -53,6 +53,19 @@ def test_preempted_past_the_prompt(exact):
     session.assert_expected()
 
 
+def test_preempted_at_every_step(exact):
+    """Invariant 36, over a shared cache that knows more and more of the prompt."""
+    session = exact.session(**CHUNKED)
+    prompt = random_prompt(75, 6)
+    for point in range(12):
+        session.add(point, (*prompt[: 75 - point], *random_prompt(point, point)), 6)
+        session.steps(point)
+        session.scheduler.preempt(point)
+        session.run()
+    assert session.scheduler.counters.preemptions >= 8
+    session.assert_expected()
+
+
 def test_preempted_again_and_again(exact):
     session = exact.session(**CHUNKED)
     for name in range(4):

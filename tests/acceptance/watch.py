@@ -138,6 +138,8 @@ class Watch:
         slots[manager.slots.num_slots :] = True
         slots[list(manager.slots.free_slots())] = True
         moved = {slot for move in batch.ops.relocations for slot in move}
+        owners = {move.destination: self._slot_owners.get(move.source) for move in batch.ops.relocations}
+        self._slot_owners.update(owners)
         decoders = np.zeros_like(slots)
         for row, length, slot, *owner in zip(
             batch.block_tables.tolist(),

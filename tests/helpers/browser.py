@@ -65,7 +65,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, script: str, seconds: float = 60) -> Any:
+    def wait_for(self, script: str, seconds: float = 300) -> Any:
         """The value of an expression once it is true."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(script)):

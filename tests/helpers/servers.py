@@ -83,13 +83,13 @@ class RunningServer:
 
     def client(self, key: str = "unused", **options: object) -> openai.OpenAI:
         """OpenAI's client of it."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=600, **options)
 
     def http(self, **options: object) -> httpx.Client:
         """A plain client of it."""
-        return httpx.Client(base_url=self.url, timeout=120, **options)
+        return httpx.Client(base_url=self.url, timeout=600, **options)
 
-    def wait_until_idle(self, seconds: float = 30) -> dict[str, object]:
+    def wait_until_idle(self, seconds: float = 120) -> dict[str, object]:
         """Statistics of the engine once nothing runs."""
         end = time.monotonic() + seconds
         while self.engine.core.has_work or self.engine.statistics()["live"]:

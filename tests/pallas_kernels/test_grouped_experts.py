@@ -60,6 +60,21 @@ def test_ids_held_elsewhere_contribute_nothing():
     assert_meaning(run(case), case)
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+def test_one_layer_of_a_stack_is_that_layer_alone(layer):
+    cases = [expert_case(seed, rows=12, experts=4, chosen=2, poison_unused=False) for seed in (6, 7, 8)]
+    alone = run(cases[layer], implementation="xla")
+    x, ids, routing, *_ = cases[layer].arrays(None)
+    ids = ids.at[3, 1].set(4).at[4, 0].set(-1)
+    stacks = jax.tree.map(lambda *parts: jnp.stack(parts), *(case.arrays(None)[3:] for case in cases))
+    call = functools.partial(grouped_experts, swiglu_limit=10.0, quantize_hidden=True, implementation="xla")
+    found = call(x, ids, routing, *stacks, valid=jnp.asarray(cases[layer].valid), layer=jnp.int32(layer))
+    kept = [row for row in range(12) if row not in (3, 4)]
+    np.testing.assert_array_equal(found[kept], alone[kept])
+    cases[layer].expert_ids[3, 1], cases[layer].expert_ids[4, 0] = 4, -1
+    np.testing.assert_array_equal(found, run(cases[layer], implementation="xla"))
+
+
 def test_rows_do_not_depend_on_their_neighbours():
     case = expert_case(4, rows=24, experts=6, chosen=2, poison_unused=False)
     whole = run(case, quantize_hidden=False)

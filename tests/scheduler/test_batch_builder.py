@@ -192,9 +192,9 @@ def test_tail_plan_lists_the_last_window_of_every_finishing_request():
 
 def test_decoder_rows_never_exceed_the_rows_of_the_step():
     step, shape = build(make_batch([(0, 0, 10, True, False)] * 5))
-    assert (shape.rows, shape.outputs) == (128, 8)
-    assert [shape.decoder_rows(window) for window in (8, 16, 32)] == [64, 128, 128]
-    assert step.tail.rows.tolist() == [*range(50), *[128] * 78]
+    assert (shape.rows, shape.outputs) == (256, 8)
+    assert [shape.decoder_rows(window) for window in (8, 16, 32, 33)] == [64, 128, 256, 256]
+    assert step.tail.rows.tolist() == [*range(50), *[256] * 78]
     assert step.tail.last.tolist() == [9, 19, 29, 39, 49, 128, 128, 128]
 
 

@@ -116,7 +116,7 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(limited, engi
         answer = http.post("/v1/chat/completions", json=LONG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
         server.server.stop()
-        listener.join(60)
+        listener.join(300)
     assert collected[-1].choices[0].finish_reason == "length"
 
 

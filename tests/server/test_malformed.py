@@ -55,7 +55,7 @@ def requests(draw):
 @given(requests())
 def test_no_body_is_the_servers_fault(server, request):
     route, body = request
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=600) as http:
         answer = http.post(route, content=json.dumps(body))
     assert answer.status_code < 500, answer.text
     if answer.status_code != 200 and "text/event-stream" not in answer.headers["content-type"]:

@@ -47,11 +47,20 @@ class FeedForwardWeights(NamedTuple):
 
 
 class MoeWeights(NamedTuple):
-    """One layer's mixture."""
+    """One layer's mixture.
+
+    Attributes:
+      router: of the layer.
+      experts: routed experts, of the layer [E, ..] or of its whole run [layers, E, ..].
+      shared: of the layer.
+      layer: int32 scalar, which layer of its run this is; None when `experts` holds one layer. A slice of the run's
+        experts would be a copy of gigabytes in every step.
+    """
 
     router: RouterWeights
     experts: FeedForwardWeights
     shared: FeedForwardWeights
+    layer: Array | None = None
 
 
 class Routing(NamedTuple):
@@ -145,6 +154,7 @@ def moe(
         swiglu_limit=text.swiglu_limit,
         quantize_hidden=precision.activation_quantization,
         valid=valid,
+        layer=weights.layer,
         implementation=kernels,
     )
     shared = shared_expert(quantized, weights.shared, text, precision, kernels)
