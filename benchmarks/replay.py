@@ -178,7 +178,8 @@ def first_tokens(directory: Path, lengths: list[int], repeats: int) -> Iterator[
             max_num_seqs=1,
             max_model_len=max(lengths) + page,
             num_pages=(repeats + 2) * (max(lengths) // page + 1),
-            state_checkpoint_interval_tokens=page,
+            # Images at prompt ends only: a ladder would cut the chunks of the runs without replay.
+            state_checkpoint_interval_tokens=-1,
             encoder_swa_bounded_replay=replay,
             decoder_swa_bounded_replay=replay,
         )
