@@ -69,7 +69,7 @@ def unsupported(query: Array, values: Array, scales: Array | None, index_format:
     return f"pages of {values.shape[1]} rows do not fill lines of {LINE} keys"
 
 
-def plane_of(width: int, values: Array, scales: Array, index_format: str) -> Plane:
+def plane_of(width: int, values: Array, scales: Array, index_format: str, interpret: Any) -> Plane:
     """The kernel's view of a supported plane; no byte of it moves.
 
     A compiler lays a logical FP4 page of 128 rows out with keys on lanes by itself, so that the exchange of its axes is
@@ -80,6 +80,8 @@ def plane_of(width: int, values: Array, scales: Array, index_format: str) -> Pla
     rows = plane_layouts.rows_of(values, scales, index_format)
     if index_format == "fp8":
         scales = scales[:, None, :]
+    if not interpret:
+        values, scales = backend.in_device_memory(values), backend.in_device_memory(scales)
     return Plane(index_format, rows, values, scales)
 
 
@@ -122,8 +124,8 @@ def decoded_line(index_format: str, values_ref: Any, scales_ref: Any) -> tuple[A
     groups = scales.shape[0]
     # A power of two by its exponent: code 0 flushes to 0, code 255 gives infinity or NaN and never a finite number.
     powers = lax.bitcast_convert_type(scales << 23, jnp.float32)
-    bytes_per_group = tile.shape[0] // groups
-    spread = jnp.concatenate([jnp.broadcast_to(powers[g : g + 1], (bytes_per_group, LINE)) for g in range(groups)], axis=0)
+    shape = (tile.shape[0] // groups, LINE)
+    spread = jnp.concatenate([jnp.broadcast_to(powers[g : g + 1], shape) for g in range(groups)], axis=0)
     halves = [decode_e2m1(tile) * spread, decode_e2m1(tile >> 4) * spread]
     return jnp.concatenate(halves, axis=0).astype(jnp.bfloat16), None
 

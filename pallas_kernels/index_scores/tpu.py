@@ -107,7 +107,7 @@ def index_scores(
     """See the package's docstring; `unsupported` has been asked."""
     count, heads, width = query.shape
     requests, columns = block_tables.shape
-    plane = tpu_index_keys.plane_of(width, values, scales, index_format)
+    plane = tpu_index_keys.plane_of(width, values, scales, index_format, interpret)
     context = columns * plane.rows
     if count == 0 or requests == 0 or columns == 0:
         return jnp.full((count, context), -jnp.inf, jnp.float32)
@@ -144,9 +144,7 @@ def index_scores(
 
     pltpu = backend.tpu()
     stacked = config.rows * heads
-    table_spec = [
-        pl.BlockSpec((1, 1, pages_in_chunk), table(step), memory_space=pltpu.SMEM) for step in (0, 1)
-    ]
+    table_spec = [pl.BlockSpec((1, 1, pages_in_chunk), table(step), memory_space=pltpu.SMEM) for step in (0, 1)]
     return backend.tpu_call(
         _kernel(config, plane, heads, chunks),
         jax.ShapeDtypeStruct((count, context), jnp.float32),
