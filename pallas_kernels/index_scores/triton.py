@@ -73,9 +73,7 @@ def config_for(rows: int, requests: int, context: int) -> Config:
     return Config(rows=8, together=4, keys=64, tiles=16, num_warps=4, num_stages=2)
 
 
-def unsupported(
-    query: Array, values: Array, index_format: str, quantize_query: bool, score_dtype: DTypeLike
-) -> str | None:
+def unsupported(query: Array, index_format: str, quantize_query: bool, score_dtype: DTypeLike) -> str | None:
     """Why the kernel cannot run on these shapes, or None."""
     heads, width = query.shape[1:]
     if index_format not in ("fp8", "fp4"):

@@ -30,6 +30,8 @@ SEARCH_LINES = 64
 MOST_LINES = 16_384
 """Lines of 128 scores of a row that VMEM holds beside their keys."""
 MOST_PLACES = 2048
+LEAST_PREFERRED = 16_384
+"""Scores of a row below which XLA's own selection is as good (kernel chapter, decision table)."""
 ROWS_LINES = 4096
 """Lines of all rows of one program, while a row has fewer."""
 MIB = 2**20
