@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
 import jax
 
 from benchmarks.kernel_cases import SIZES, Case, all_cases
+from benchmarks.provenance import commit_hash
 from benchmarks.timing import Ceilings, in_place_call, measure_ceilings, time_calls
 
 COLD_BYTES = 200_000_000
@@ -107,15 +107,6 @@ def markdown(records: list[dict[str, Any]], header: dict[str, Any]) -> str:
             )
         lines.append("")
     return "\n".join(lines)
-
-
-def commit_hash() -> str:
-    """The checkout's commit, "unknown" where there is no repository."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
 import jax
 
+from benchmarks.provenance import provenance
 from checkpoints.engram_tables import EngramTables
 from checkpoints.load import Checkpoint
 from checkpoints.schema import tensor_schema
@@ -84,17 +82,6 @@ def measure(directory: Path) -> dict[str, object]:
     }
 
 
-def origin() -> dict[str, str]:
-    """What the numbers depend on besides the checkpoint."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "device": f"{platform.machine()} CPU, {jax.device_count()} device",
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main() -> None:
     """Parses the arguments, measures once, prints one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +95,7 @@ def main() -> None:
             directory = Path(scratch) / "model"
             synthesize(directory, config_of_size(int(arguments.gigabytes * 1e9)))
         result = measure(directory)
-    print(json.dumps({"benchmark": "load_memory", **result, "allowed_mb": arguments.allowed_mb, **origin()}))
+    print(json.dumps({"benchmark": "load_memory", **result, "allowed_mb": arguments.allowed_mb, **provenance()}))
     if float(str(result["overhead_mb"])) > arguments.allowed_mb:
         sys.exit(1)
 

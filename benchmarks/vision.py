@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from benchmarks.provenance import provenance
 from checkpoints.schema import tensor_schema
 from v41jax.config import ModelConfig, VisionConfig
 from v41jax.image_encoder import cell_capacity, pack_images, vision_inputs
@@ -63,20 +61,6 @@ def tower_flops(patches: int, cells: int, config: VisionConfig, text_hidden: int
     block = 4 * width**2 + 3 * width * inner + 2 * patches * width
     aligner = width * config.downsample_ratio**2 * text_hidden + text_hidden**2
     return 2 * (patches * (embedding + config.num_hidden_layers * block) + cells * aligner)
-
-
-def origin() -> dict[str, str]:
-    """What a number depends on besides its shape."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
-    return {
-        "device": jax.devices()[0].device_kind,
-        "host": platform.machine(),
-        "jax": jax.__version__,
-        "pillow": metadata.version("pillow"),
-        "commit": commit or "unknown",
-    }
 
 
 def time_pixels(picture: Image.Image, config: VisionConfig, repeats: int) -> dict[str, object]:
@@ -134,7 +118,13 @@ def main() -> None:
 
     config = preset(arguments.preset)
     parameters = jax.device_put(jax.tree.map(jnp.asarray, vision_parameters(RandomTensors(config))))
-    common = {"benchmark": "vision", "preset": arguments.preset, "dtype": "bfloat16", **origin()}
+    common = {
+        "benchmark": "vision",
+        "preset": arguments.preset,
+        "dtype": "bfloat16",
+        **provenance(),
+        "pillow": metadata.version("pillow"),
+    }
     for size in arguments.sizes.split(","):
         width, height = (int(side) for side in size.split("x"))
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)

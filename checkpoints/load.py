@@ -126,6 +126,15 @@ class Checkpoint:
         self.close()
 
 
+def available_scopes(directory: Path | str) -> frozenset[str]:
+    """Scopes of which a checkpoint's index names at least one tensor; nothing but the index is read.
+
+    Raises:
+      CheckpointError: the index cannot be used.
+    """
+    return frozenset(scope_of(name) for name in read_index(Path(directory)).weight_map)
+
+
 def read_config(directory: Path) -> ModelConfig:
     """`config.json` of a checkpoint directory; every fault of it becomes a `CheckpointError`."""
     try:

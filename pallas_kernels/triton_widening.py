@@ -1,8 +1,9 @@
-"""Stored weights to bfloat16 inside Triton kernels: E4M3 with block scales, packed E2M1 with group scales.
+"""Stored E4M3 weights with block scales to bfloat16 inside Triton kernels.
 
-Widening decides the speed of a product over few rows: a GPU has about seven instruction slots per FP4 element before
-arithmetic costs more than the bytes. On CUDA the E2M1 path is a handful of packed instructions for eight elements;
-elsewhere, and in interpret mode, the same values come from plain operations.
+Widening decides the speed of a product over few rows: at the rate of the memory a GPU has about 7 instruction slots
+for an FP8 element, half of that for integer ones. On CUDA it is a few packed instructions; elsewhere, and in interpret
+mode, the same values come from plain operations. The order of inner dims is free as long as both operands of a product
+agree on it, and is chosen here so that nothing is shuffled: the other operand goes through `fp8_operand` once, in XLA.
 """
 
 from __future__ import annotations
@@ -12,32 +13,33 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1
+from pallas_kernels.arithmetic import decode_e8m0
 
 Array = jax.Array
 
+LANE_GROUP = 64
+"""Stored bytes of one output that four lanes of a tensor core hold, 16 bytes each: the unit of the inner order."""
 
-def e2m1_cuda(shift: int) -> str:
-    """PTX: four bytes $2 and their scales $3, $4 (bfloat16 pairs) -> values $0, $1 of one nibble of each byte.
-
-    Bytes are spread to halfwords. A code whose exponent and mantissa bits are moved to those of a bfloat16 is its value
-    times 2^-126, the subnormal code included, which `unit` takes back before the scale is applied.
-
-    Args:
-      shift: how far left the nibble's three low bits go: 6 for the low nibble, 2 for the high one.
-    """
-    lines = ["{", ".reg .b32 pair, part, sign, unit;", "mov.b32 unit, 0x7E807E80;"]
-    for result, scale, spread in (("$0", "$3", "0x4140"), ("$1", "$4", "0x4342")):
-        lines += [
-            f"prmt.b32 pair, $2, 0, {spread};",
-            f"shl.b32 part, pair, {shift};",
-            f"shl.b32 sign, pair, {shift + 6};",
-            "and.b32 part, part, 0x01C001C0;",
-            "lop3.b32 part, sign, 0x80008000, part, 0xEA;",
-            "mul.rn.bf16x2 part, part, unit;",
-            f"mul.rn.bf16x2 {result}, part, {scale};",
-        ]
-    return "\n".join([*lines, "}"])
+E4M3_CUDA = """{
+.reg .b16 low, high, a, b, c, d;
+.reg .b32 first, second;
+.reg .f32 e, f, g, h;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 second, high;
+mov.b32 {a, b}, first;
+mov.b32 {c, d}, second;
+cvt.f32.f16 e, a;
+cvt.f32.f16 f, b;
+cvt.f32.f16 g, c;
+cvt.f32.f16 h, d;
+cvt.rn.bf16x2.f32 first, f, e;
+cvt.rn.bf16x2.f32 second, h, g;
+mul.rn.bf16x2 $0, first, $3;
+mul.rn.bf16x2 $1, second, $4;
+}"""
+"""PTX: four E4M3 codes $2 and their scales $3, $4 (bfloat16 pairs) -> values $0, $1. By way of float32, because a
+direct conversion of float16 to bfloat16 runs at a quarter of the rate."""
 
 
 def packed_instructions() -> bool:
@@ -46,33 +48,24 @@ def packed_instructions() -> bool:
     return target.generation == "cuda" and not target.interpret
 
 
-def widen_e2m1(packed: Array, scales: Array, cuda: bool) -> tuple[Array, Array]:
-    """Values of the low and of the high nibbles, both [a, b] bfloat16, exact.
+def _lane_order(values: Array) -> Array:
+    """[a, b] in the order of stored bytes -> [a, b] in the order in which tensor cores take inner dims.
 
-    packed: [a, b] uint8; scales: [a, b / 16] uint8 E8M0, one per 16 bytes.
+    For every 16 inner dims a lane holds two pairs, 8 apart. Of each `LANE_GROUP` bytes, lane t of four gets bytes
+    16 t to 16 t + 15 and uses them for four such steps, so that it reads them at once.
     """
-    rows, count = packed.shape
-    groups = scales.shape[1]
-    if not cuda:
-        powers = (decode_e8m0(scales.astype(jnp.int32)) * 2.0**14)[:, :, None]
-        wide = packed.astype(jnp.uint16)
+    rows, count = values.shape
+    groups = values.reshape(rows, count // LANE_GROUP, 4, 4, 2, 2)
+    return groups.transpose(0, 1, 3, 4, 2, 5).reshape(rows, count)
 
-        def widen(codes: Array) -> Array:
-            grouped = scaled_e2m1(codes).reshape(rows, groups, count // groups) * powers
-            return grouped.reshape(rows, count).astype(jnp.bfloat16)
 
-        return widen(wide), widen(wide >> 4)
-    spread = jnp.broadcast_to(power_bfloat16(scales)[:, :, None], (rows, groups, count // groups))
-    result = jax.ShapeDtypeStruct((rows, count), jnp.bfloat16)
-    spread = spread.reshape(rows, count)
+def _pad(x: Array, count: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, count - x.shape[1]))) if count > x.shape[1] else x
 
-    def widen_packed(shift: int) -> Array:
-        [values] = backend.triton().elementwise_inline_asm(
-            e2m1_cuda(shift), args=[packed, spread], constraints="=r,=r,r,r,r", pack=4, result_shape_dtypes=[result]
-        )
-        return values
 
-    return widen_packed(6), widen_packed(2)
+def fp8_operand(x: Array, count: int) -> Array:
+    """x [N, K] -> [N, count] in the order of `widen_e4m3`, zero past K; count is a multiple of `LANE_GROUP`."""
+    return _lane_order(_pad(x, count))
 
 
 def power_bfloat16(scales: Array) -> Array:
@@ -82,10 +75,24 @@ def power_bfloat16(scales: Array) -> Array:
     return lax.bitcast_convert_type(jnp.where(code == 255, jnp.uint16(0x7FC0), bits), jnp.bfloat16)
 
 
-def widen_e4m3(codes: Array, scales: Array) -> Array:
-    """Values [a, b] bfloat16, exact. codes: [a, b] uint8; scales: [a, b / 32] uint8 E8M0."""
+def widen_e4m3(codes: Array, scales: Array, cuda: bool) -> Array:
+    """Values [a, b] bfloat16 in the order of `fp8_operand`, exact.
+
+    codes: [a, b] uint8, b a multiple of `LANE_GROUP`; scales: [a, b / 32] uint8 E8M0.
+    """
     rows, count = codes.shape
     groups = scales.shape[1]
-    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    powers = decode_e8m0(scales.astype(jnp.int32))[:, :, None]
-    return (values.reshape(rows, groups, count // groups) * powers).reshape(rows, count).astype(jnp.bfloat16)
+    if not cuda:
+        values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        powers = decode_e8m0(scales.astype(jnp.int32))[:, :, None]
+        widened = (values.reshape(rows, groups, count // groups) * powers).reshape(rows, count)
+        return _lane_order(widened.astype(jnp.bfloat16))
+    spread = jnp.broadcast_to(power_bfloat16(scales)[:, :, None], (rows, groups, count // groups))
+    [values] = backend.triton().elementwise_inline_asm(
+        E4M3_CUDA,
+        args=[codes, spread.reshape(rows, count)],
+        constraints="=r,=r,r,r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((rows, count), jnp.bfloat16)],
+    )
+    return _lane_order(values)

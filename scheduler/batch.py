@@ -48,15 +48,17 @@ class CompressionPlan(NamedTuple):
 class TailPlan(NamedTuple):
     """Decoder rows of the finishing requests under decoder replay (absent when every row runs every layer).
 
+    `T` is `StepShape.decoder_rows`; with no finishing request T = F = 0.
+
     Attributes:
-      rows: [F, W] int32, batch rows of the tail, right-aligned, ascending; padding N.
-      floor: [F] int32, first tail position, the floor of every decoder window.
-      requests: [F] int32, batch position of the request; padding -1.
+      rows: [T] int32, batch rows, ascending, so that those of one request are together; padding N.
+      floor: [T] int32, first tail position of the row's request, the floor of its decoder windows; padding 0.
+      last: [F] int32, index among the T rows of each finishing request's last row; padding T.
     """
 
     rows: Array
     floor: Array
-    requests: Array
+    last: Array
 
 
 class BatchStep(NamedTuple):

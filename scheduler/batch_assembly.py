@@ -34,6 +34,7 @@ def assemble_prefill(
     index: int,
     planned: Ordered[PlannedPrefill],
     tables: NDArray[np.int32],
+    block_size: int,
     history_size: int,
     decoder_replay: bool,
     ops: StateMaintenanceOps,
@@ -44,6 +45,7 @@ def assemble_prefill(
       index: serial number of the step.
       planned: requests in batch order.
       tables: [num_slots, max_pages] int32 block tables by slot.
+      block_size: tokens of one page.
       history_size: ids before each forward.
       decoder_replay: final rows run the decoder on a tail only.
       ops: state operations the step carries.
@@ -56,7 +58,11 @@ def assemble_prefill(
         history[row] = item.sequence.history(item.plan.start, history_size)
     columns = np.asarray(fields, np.int32).reshape(-1, 5)
     slots = np.asarray([sequence.slot for sequence in sequences], np.int32)
-    lengths = np.asarray([len(sequence.block_table) for sequence in sequences], np.int32)
+    # Pages of later chunks are taken already; the step gets only those it can see.
+    pages = [min(len(item.sequence.block_table), -(-item.plan.end // block_size)) for item in planned]
+    lengths = np.asarray(pages, np.int32)
+    block_tables = tables[slots, : max(pages)]
+    block_tables[np.arange(max(pages)) >= lengths[:, None]] = 0
     return ScheduledBatch(
         index=index,
         phase=Phase.PREFILL,
@@ -75,7 +81,7 @@ def assemble_prefill(
         history=history,
         token_ids=np.concatenate([item.sequence.tokens(item.plan.start, item.plan.end) for item in planned]),
         image_rows=np.concatenate([item.sequence.image_mask(item.plan.start, item.plan.end) for item in planned]),
-        block_tables=tables[slots, : int(lengths.max())],
+        block_tables=block_tables,
         table_lengths=lengths,
         sampling=tuple(sequence.sampling for sequence in sequences),
         output_positions=tuple(sequence.num_tokens - sequence.num_prompt_tokens for sequence in sequences),

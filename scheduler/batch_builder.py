@@ -163,15 +163,15 @@ def _compressed(ids: IntArray, dead: NDArray[np.bool_], compress_ids: Callable[[
 
 
 def _tail_plan(batch: ScheduledBatch, offsets: NDArray[np.int64], shape: StepShape, window: int) -> TailPlan:
-    """Decoder rows of the finishing requests, right-aligned (runtime specification, "Row sets (normative)")."""
+    """Decoder rows of the finishing requests (runtime specification, "Row sets (normative)")."""
     outputs = batch.output_requests
-    ends = offsets[1:][outputs]
     kept = np.minimum(window, batch.lengths[outputs])
-    rows = np.full((shape.outputs, window), shape.rows, np.int32)
-    column = np.arange(window)
-    rows[: len(outputs)] = np.where(column >= window - kept[:, None], ends[:, None] - window + column, shape.rows)
+    ends = np.cumsum(kept)
+    capacity = shape.decoder_rows(window)
+    first_row = offsets[1:][outputs] - kept
+    rows = np.arange(int(kept.sum())) + np.repeat(first_row - (ends - kept), kept)
     return TailPlan(
-        rows=rows,
-        floor=padded(batch.ends[outputs] - kept, shape.outputs, 0),
-        requests=padded(outputs, shape.outputs, -1),
+        rows=padded(rows, capacity, shape.rows),
+        floor=padded(np.repeat(batch.ends[outputs] - kept, kept), capacity, 0),
+        last=padded(ends - 1, shape.outputs, capacity),
     )

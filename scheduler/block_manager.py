@@ -72,6 +72,11 @@ class BlockManager:
         images = self.images.evictable_units(excluding_image) if self.images is not None else 0
         return self.pool.num_free + images
 
+    @property
+    def images_in_flight(self) -> bool:
+        """Some image is held by a store or a restore whose batch has not completed."""
+        return self.images is not None and self.images.num_in_flight > 0
+
     # Admission -----------------------------------------------------------------------------------------------
 
     def find_hit(self, sequence: Sequence, length: int) -> PrefixHit:
@@ -79,7 +84,9 @@ class BlockManager:
 
         Source: runtime specification, "Admission (`can_allocate`, `allocate`)", steps 3 and 4.
         """
-        if not self._caching:
+        # Log-probabilities of a prompt need all of its rows.
+        scores_prompt = sequence.sampling.prompt_logprobs and not sequence.num_output_tokens
+        if not self._caching or scores_prompt:
             return PrefixHit(0, (), NO_HASH, 0)
         pages: list[int] = []
         for block in range((length - 1) // self.block):

@@ -16,6 +16,10 @@ from scheduler.scheduled_batch import Phase, ScheduledBatch
 DECODE_LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
 
 
+ROWS_PER_REQUEST = 16
+"""Rows of a prefill bucket for each request it can hold; the largest bucket holds every request."""
+
+
 class StepShape(NamedTuple):
     """Everything static about a compiled step; usable as a cache key.
 
@@ -26,7 +30,7 @@ class StepShape(NamedTuple):
       pages: `P`, columns of the block tables.
       outputs: `F`, rows whose logits are wanted; 0 when no request finishes its prefill.
       query_width: rows of one request at most.
-      tail: decoder rows are `[outputs, W]` of the finishing requests (decoder replay); False when every row runs
+      tail: the decoder runs on the tails of the finishing requests only (decoder replay); False when every row runs
         every layer. With `outputs` 0 and `tail` set the forward ends at the decoder's compression.
     """
 
@@ -38,6 +42,10 @@ class StepShape(NamedTuple):
     query_width: int
     tail: bool
 
+    def decoder_rows(self, window_size: int) -> int:
+        """`T`, rows of the decoder layers: at most a window of every finishing request, or all rows without a tail."""
+        return min(self.outputs * window_size, self.rows) if self.tail else self.rows
+
 
 def decode_ladder(max_num_seqs: int) -> tuple[int, ...]:
     """The default batch sizes, ending exactly at `max_num_seqs`, doubling above 256."""
@@ -48,11 +56,11 @@ def decode_ladder(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def prefill_token_ladder(max_tokens: int) -> tuple[int, ...]:
-    """Row counts of prefill steps: multiples of 128 up to 2,048, then of 1,024, ending at the budget rounded up."""
-    top = _round_up(max_tokens, 128)
-    fine = range(128, min(top, 2048) + 1, 128)
-    coarse = range(3072, top, 1024)
-    return tuple(sorted({*fine, *coarse, top}))
+    """Row counts of prefill steps: 128, doubling, ending at the budget rounded up to 128.
+
+    Doubling keeps the number of programs small; a step computes at most twice the rows it was given.
+    """
+    return powers_ladder(_round_up(max_tokens, 128), 128, 2)
 
 
 def powers_ladder(top: int, first: int, factor: int) -> tuple[int, ...]:
@@ -69,10 +77,13 @@ def powers_ladder(top: int, first: int, factor: int) -> tuple[int, ...]:
 class Buckets:
     """The ladders of one engine; every ladder is ascending and its last entry is the most a step can need.
 
+    The programs they imply are few on purpose: all of them are compiled before the first request.
+
     Attributes:
       decode_requests: batch sizes of decode steps.
       prefill_rows: row counts of prefill steps.
-      prefill_requests: request counts of prefill steps, also their output counts.
+      prefill_requests: most requests of a prefill step of each row count; a step of more, shorter requests takes
+        more rows.
       prefill_pages: block-table columns of prefill steps.
       decode_pages: block-table columns of decode steps; one entry keeps the full width.
     """
@@ -85,19 +96,27 @@ class Buckets:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            ladder = getattr(self, field.name)
-            if not ladder or ladder[0] < 1 or list(ladder) != sorted(set(ladder)):
-                raise ValueError(f"{field.name} {list(ladder)} must be ascending positive integers")
+            ladder = list(getattr(self, field.name))
+            distinct = sorted(ladder if field.name == "prefill_requests" else set(ladder))
+            if not ladder or ladder[0] < 1 or ladder != distinct:
+                raise ValueError(f"{field.name} {ladder} must be ascending positive integers")
+        if len(self.prefill_requests) != len(self.prefill_rows):
+            raise ValueError(
+                f"prefill_requests {list(self.prefill_requests)} must have one entry for each of prefill_rows "
+                f"{list(self.prefill_rows)}"
+            )
 
     @classmethod
     def default(cls, config: EngineConfig, geometry: V41PoolGeometry, num_pages: int, max_model_len: int) -> Buckets:
         """The ladders a configuration implies."""
         pages = min(geometry.pages_for(max_model_len), num_pages)
+        rows = prefill_token_ladder(config.max_num_batched_tokens)
+        most = min(config.max_num_seqs, config.max_num_batched_tokens)
         return cls(
             decode_requests=config.decode_buckets or decode_ladder(config.max_num_seqs),
-            prefill_rows=prefill_token_ladder(config.max_num_batched_tokens),
-            prefill_requests=powers_ladder(min(config.max_num_seqs, config.max_num_batched_tokens), 1, 4),
-            prefill_pages=powers_ladder(pages, 4, 4),
+            prefill_rows=rows,
+            prefill_requests=(*(min(most, size // ROWS_PER_REQUEST) for size in rows[:-1]), most),
+            prefill_pages=powers_ladder(pages, 16, 8),
             decode_pages=(pages,),
         )
 
@@ -108,16 +127,42 @@ class Buckets:
           ValueError: when a ladder ends below what the batch needs.
         """
         width = max(int(batch.table_lengths.max()), 1)
+        count = batch.num_requests
         if batch.phase is Phase.DECODE:
-            requests = _fit("decode requests", self.decode_requests, batch.num_requests)
+            requests = _fit("decode requests", self.decode_requests, count)
             pages = _fit("decode pages", self.decode_pages, width)
             return StepShape(Phase.DECODE, requests, requests, pages, requests, 1, False)
         rows = _fit("prefill rows", self.prefill_rows, batch.num_rows)
-        requests = _fit("prefill requests", self.prefill_requests, batch.num_requests)
+        wide_enough = _fit("prefill requests", self.prefill_requests, count)
+        rung = max(self.prefill_rows.index(rows), self.prefill_requests.index(wide_enough))
+        rows, requests = self.prefill_rows[rung], self.prefill_requests[rung]
         pages = _fit("prefill pages", self.prefill_pages, width)
-        finishing = int(batch.is_final.sum())
-        outputs = _fit("prefill requests", self.prefill_requests, finishing) if finishing else 0
+        outputs = _fit("outputs", _outputs(requests), int(batch.is_final.sum()))
         return StepShape(Phase.PREFILL, rows, requests, pages, outputs, rows, batch.decoder_replay)
+
+    def shapes(self, decoder_replay: bool) -> tuple[StepShape, ...]:
+        """Every shape that `shape` can return.
+
+        Args:
+          decoder_replay: of the prefill steps.
+        """
+        decode = [
+            StepShape(Phase.DECODE, requests, requests, pages, requests, 1, False)
+            for requests in self.decode_requests
+            for pages in self.decode_pages
+        ]
+        prefill = [
+            StepShape(Phase.PREFILL, rows, requests, pages, outputs, rows, decoder_replay)
+            for rows, requests in zip(self.prefill_rows, self.prefill_requests, strict=True)
+            for pages in self.prefill_pages
+            for outputs in _outputs(requests)
+        ]
+        return (*decode, *prefill)
+
+
+def _outputs(requests: int) -> tuple[int, ...]:
+    """Output counts of prefill steps: none finishes, one does, or up to all do."""
+    return (0, 1, requests) if requests > 1 else (0, 1)
 
 
 def _fit(what: str, ladder: tuple[int, ...], size: int) -> int:

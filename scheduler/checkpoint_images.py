@@ -157,6 +157,11 @@ class CheckpointImages:
             self.unpin(restore)
 
     @property
+    def num_in_flight(self) -> int:
+        """Images that a store or restore, not completed, still uses."""
+        return len(self._in_flight)
+
+    @property
     def num_pins(self) -> int:
         """Pins held by restores that have not completed."""
         return sum(image.pins for image in self._in_flight.values())

@@ -75,6 +75,7 @@ class Lifecycle:
         self._last_prefill_began: float | None = None
         self._last_prefill_seconds = 0.0
         self._partial = 0
+        self._generations = 0
         self._aborted: dict[RequestId, Sequence] = {}
         self._outputs: list[RequestOutput] = []
         self._outstanding: list[ScheduledBatch] = []
@@ -322,7 +323,7 @@ class Lifecycle:
         self.running.remove(sequence)
         sequence.num_computed = sequence.num_hashed_tokens = sequence.reported_hit_tokens = 0
         sequence.demand_pos = sequence.last_checkpoint_pos = 0
-        sequence.generation += 1
+        sequence.generation = self._next_generation()
         sequence.status = SequenceStatus.WAITING
         self.waiting.appendleft(sequence)
         self.counters.preemptions += 1
@@ -372,6 +373,11 @@ class Lifecycle:
         self._give_up_memory(sequence)
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.request_id]
+
+    def _next_generation(self) -> int:
+        """A number no request had before: a request id that is used again must not match a result in flight."""
+        self._generations += 1
+        return self._generations
 
     def _give_up_memory(self, sequence: Sequence) -> None:
         """Frees pages and slot and withdraws what was queued for the slot."""

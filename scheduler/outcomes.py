@@ -58,6 +58,8 @@ class Counters:
       admissions: times a request got pages and a slot.
       prompt_tokens: tokens to prefill over all admissions, the reused ones included.
       hit_tokens: tokens reused over all admissions.
+      prompt_images: images of the requests over all admissions.
+      hit_images: of these, images whose every position was reused.
       preemptions: times a running request was sent back.
       stale_results: results dropped because their request had moved on.
       refused, aborted, finished: requests by outcome; every request ends in exactly one.
@@ -72,6 +74,8 @@ class Counters:
     admissions: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    prompt_images: int = 0
+    hit_images: int = 0
     preemptions: int = 0
     stale_results: int = 0
     refused: int = 0

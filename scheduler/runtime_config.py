@@ -53,6 +53,8 @@ class EngineConfig:
       memory_utilization: fraction of device memory to use.
       state_checkpoint_interval_tokens: ladder of checkpoint images; 0 none, -1 demand and prompt end only.
       num_pages: PAGE units of the pool; None sizes it from memory.
+      vision: "auto" accepts images when the checkpoint has a vision tower, "on" needs one, "off" is text only.
+      vision_cache_bytes: host memory for images of requests, patches or embedding rows.
       dtype: activation dtype, "bfloat16" or "float32".
       activation_quantization: apply the activation quantizers of the model.
       kernels: "auto", "xla" or "pallas".
@@ -86,6 +88,8 @@ class EngineConfig:
     memory_utilization: float = 0.9
     state_checkpoint_interval_tokens: int = 8192
     num_pages: int | None = None
+    vision: str = "auto"
+    vision_cache_bytes: int = 1 << 30
     dtype: str = "bfloat16"
     activation_quantization: bool = True
     kernels: str = "auto"
@@ -324,6 +328,10 @@ def _execution_faults(config: EngineConfig) -> list[str]:
         faults.append("execution_mode 'PIECEWISE' needs compile_level 0: level 3 pairs with whole-step or eager only")
     if config.dtype not in ("bfloat16", "float32"):
         faults.append(f"dtype {config.dtype!r} is unknown: use 'bfloat16' or 'float32'")
+    if config.vision not in ("auto", "on", "off"):
+        faults.append(f"vision {config.vision!r} is unknown: use 'auto', 'on' or 'off'")
+    if config.vision_cache_bytes < 0:
+        faults.append(f"vision_cache_bytes {config.vision_cache_bytes} must not be negative")
     if config.kernels not in ("auto", "xla", "pallas"):
         faults.append(f"kernels {config.kernels!r} is unknown: use 'auto', 'xla' or 'pallas'")
     return faults

@@ -82,7 +82,8 @@ class Scheduler(Lifecycle):
         tables = self.manager.tables
         if planned:
             ops = self._drain_ops(tuple(item.restore for item in planned if item.restore is not None))
-            batch = assemble_prefill(index, planned, tables, history, self.decoder_replay, ops)
+            block = self.geometry.block_size
+            batch = assemble_prefill(index, planned, tables, block, history, self.decoder_replay, ops)
             self.counters.prefill_steps += 1
             self.counters.rows_replayed += int((batch.resumes - batch.starts).sum())
         else:
@@ -156,7 +157,7 @@ class Scheduler(Lifecycle):
             self.waiting.popleft()
             restore = manager.allocate(sequence, hit, length)
             sequence.status = SequenceStatus.RUNNING
-            sequence.generation += 1
+            sequence.generation = self._next_generation()
             sequence.prefill_end = length
             sequence.num_computed = sequence.num_hashed_tokens = sequence.reported_hit_tokens = hit.tokens
             sequence.last_checkpoint_pos = hit.tokens
@@ -165,6 +166,8 @@ class Scheduler(Lifecycle):
             self.counters.admissions += 1
             self.counters.prompt_tokens += length
             self.counters.hit_tokens += hit.tokens
+            self.counters.prompt_images += len(sequence.images)
+            self.counters.hit_images += sum(span.start + span.length <= hit.tokens for span in sequence.images)
             planned.append(PlannedPrefill(sequence, plan, rebuild, restore))
             budget -= plan.end - plan.start
         return budget
@@ -200,8 +203,9 @@ class Scheduler(Lifecycle):
                 else:
                     self._end(sequence, f"unschedulable: {refusal}")
                 return False
-            if not queue and passed:
-                passed.append(sequence)  # requests about to end will make room
+            if not queue and (passed or self.manager.images_in_flight):
+                # Results that are still to be read make room: giving up pages now would only repeat the work.
+                passed.append(sequence)
                 return False
             victim = queue.pop() if queue else sequence
             self._preempt(victim)

@@ -121,7 +121,8 @@ class Sequence:
 
     Attributes:
       request_id: caller's name, unique among live requests.
-      generation: bumped whenever the request gains or loses its pages; results of another generation are stale.
+      generation: set anew whenever the request gains or loses its pages, never repeated within a scheduler, even when
+        a request id is used again; results of another generation are stale.
       sampling: stop rules and sampling parameters.
       images: image spans of the prompt, ascending and disjoint.
       num_prompt_tokens: prompt length.

@@ -19,3 +19,9 @@ settings.register_profile(
     "v41jax", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("v41jax")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("v41jax")
+    group.addoption("--histories", type=int, default=None, help="random serving histories to play on the real model")
+    group.addoption("--seed", type=int, default=None, help="seed of the first one")

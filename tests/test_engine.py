@@ -28,6 +28,7 @@ CONFIG = EngineConfig(
     num_pages=40,
     encoder_swa_bounded_replay=False,
     decoder_swa_bounded_replay=False,
+    vision="off",
 )
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -70,6 +71,16 @@ def test_a_second_submission_reuses_every_full_page_but_the_last(engine):
     first, second = (engine.generate([Prompt(tokens, GREEDY)])[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 96)
     assert first.tokens == second.tokens
+
+
+def test_statistics_say_how_many_rows_each_part_of_the_model_ran(engine):
+    before = engine.statistics()
+    engine.generate([Prompt(tuple(range(100, 120)), dataclasses.replace(GREEDY, max_tokens=2))])
+    after = engine.statistics()
+    for part in ("encoder", "published", "decoder", "last"):
+        assert after[f"{part}_rows"] - before[f"{part}_rows"] == 20 + 1
+        # A prefill bucket of 128 rows and a decode bucket of 4.
+        assert after[f"computed_{part}_rows"] - before[f"computed_{part}_rows"] == 128 + 4
 
 
 def test_sampling_depends_on_the_seed_alone(engine, prompts):

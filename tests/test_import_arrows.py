@@ -35,6 +35,7 @@ RULES = {
     "pallas_kernels": (("pallas_kernels", "v41jax.quantization"), True),
     "v41jax.config": (("v41jax.config_rules", "v41jax.presets", "v41jax.engram_primes"), False),
     "v41jax.protocol": (("v41jax.protocol", "v41jax.tokenizer"), False),
+    "v41jax.load": (("v41jax.load",), False),
     "v41jax.reference": (
         (
             "v41jax.reference",
@@ -50,7 +51,18 @@ RULES = {
         False,
     ),
     "v41jax.layers": (LAYER_NEEDS, True),
-    "v41jax.model": ((*LAYER_NEEDS, "v41jax.parameters"), True),
+    "v41jax.model": (
+        (*LAYER_NEEDS, "v41jax.parameters", "v41jax.flow", "v41jax.bounded_replay", "v41jax.slot_state"),
+        True,
+    ),
+    "v41jax.bounded_replay": (LAYER_NEEDS, True),
+    "v41jax.draft_parameters": ((*LAYER_NEEDS, "v41jax.parameters"), True),
+    "v41jax.dspark": (
+        (*LAYER_NEEDS, "v41jax.parameters", "v41jax.draft_parameters", "v41jax.model", "v41jax.sampling"),
+        True,
+    ),
+    "v41jax.verification": ((*STEP_CONTRACT, "v41jax.sampling"), True),
+    "v41jax.confidence": ((), False),
 }
 
 

@@ -81,7 +81,7 @@ def reference_run(name: str, dtype: str, quantized: bool, index_format: str = "f
 
 
 @pytest.mark.parametrize(
-    ("name", "index_format"), [("pico", "fp4"), ("odd", "fp8")], ids=["released arithmetic", "FP8 index plane"]
+    ("name", "index_format"), [("pico", "fp4"), ("five-layer", "fp8")], ids=["released arithmetic", "FP8 index plane"]
 )
 def test_bfloat16_layers_agree_with_the_reference(name, index_format):
     loaded = model(name, "bfloat16", True, index_format=index_format)

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import checkpoint, generate
+from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
 
 app = typer.Typer(
     name="v41jax",
@@ -20,7 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
+app.command("logits")(logits.logits)
+app.command("serve")(serve.serve)
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+bench.command("serve")(bench_serve.serve)
+app.add_typer(bench, name="bench")
 
 
 def fault_lines(error: Exception) -> list[str]:
@@ -28,6 +34,8 @@ def fault_lines(error: Exception) -> list[str]:
     faults = getattr(error, "faults", None)
     if faults:
         return [str(fault) for fault in faults]
+    if isinstance(error, OSError) and error.filename is not None:
+        return [f"{error.filename}: {error.strerror}"]
     return [" ".join(str(error).split()) or type(error).__name__]
 
 

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.engram_tables import EngramTables
-from checkpoints.load import Checkpoint
+from checkpoints.load import Checkpoint, available_scopes
 from scheduler.buckets import Buckets
 from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, validate_runtime_config
@@ -30,18 +31,31 @@ from scheduler.sequence import RequestId, RequestOutput, SamplingParams
 from scheduler.sequence import Sequence as RequestSequence
 from v41jax.config import ModelConfig
 from v41jax.detokenizer import Detokenizer
-from v41jax.engine_core import EngineCore
+from v41jax.engine_core import EngineCore, TokenScore
+from v41jax.engine_images import EngineImages, PromptImages
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_lookup import EngramLookup
+from v41jax.image_leases import ImageCapacityError
+from v41jax.image_planning import ImageError
+from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
+from v41jax.logit_edits import TokenConstraint
 from v41jax.memory_budget import PoolBudget, plan_pools
 from v41jax.model import ModelSetup
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
+from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
 from v41jax.token_map import load_token_map
 from v41jax.tokenizer import Tokenizer
+from v41jax.vision_parameters import vision_parameters
 
 _SEED_BITS = 32
+
+_TEXT_ONLY = "this engine accepts no images: its checkpoint has no vision tower, or the option vision is off"
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may; try again later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +67,20 @@ class Prompt:
       sampling: how tokens are drawn and when the request stops.
       stop: texts that end the generation and are not part of it; they need a tokenizer.
       arrival_step: `generate` submits it before this step of its run.
+      skip_special: leave control tokens other than the reply's own markup out of the text.
+      timeout_s: seconds after submission at which the request ends with reason `timeout`; None never does.
+      constraint: which tokens may follow which; of this request alone.
+      images: of the placeholders in `tokens`, which are expanded; see `Engine.prompt_with_images`.
     """
 
     tokens: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     arrival_step: int = 0
+    skip_special: bool = True
+    timeout_s: float | None = None
+    constraint: TokenConstraint | None = None
+    images: PromptImages | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +92,17 @@ class Delta:
       text: text that is certain by now; empty without a tokenizer.
       finish_reason: None while the request runs.
       cached_tokens: prefix tokens reused.
+      scores: one for each of `tokens` when the request asks for log-probabilities, else empty.
+      prompt_scores: one for each token of the prompt, None for the first, with the request's first token when it asks
+        for them; else empty.
     """
 
     tokens: tuple[int, ...]
     text: str
     finish_reason: str | None
     cached_tokens: int
+    scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +112,7 @@ class Generation:
     Attributes:
       tokens: generated ids, the stop token included.
       text: their text, without control tokens and stop strings; empty without a tokenizer.
-      finish_reason: `eos`, `stop_<id>`, `stop_sequence`, `max_tokens`, `aborted`, `unschedulable: ...`.
+      finish_reason: `eos`, `stop_<id>`, `stop_sequence`, `max_tokens`, `timeout`, `aborted`, `unschedulable: ...`.
       prompt_tokens: length of the prompt.
       cached_tokens: prefix tokens reused.
       time_to_first_token_s: from submission; 0 when no token was generated.
@@ -112,17 +139,34 @@ class _Live:
         self.tokens: list[int] = []
         self.text: list[str] = []
         self.stopped = False
+        self.cached_tokens = 0
+        self.prompt_scores: list[TokenScore | None] = []
+        if prompt.sampling.prompt_logprobs:
+            self.prompt_scores = [None] * len(prompt.tokens)
+        self.deadline = None if prompt.timeout_s is None else submitted + prompt.timeout_s
 
-    def take(self, output: RequestOutput, now: float) -> Delta | None:
+    def expire(self) -> Delta:
+        """Ends the request because its time is over."""
+        self.stopped = True
+        text = "" if self.detokenizer is None else self.detokenizer.finish()
+        self.text.append(text)
+        return Delta((), text, "timeout", self.cached_tokens)
+
+    def take(self, output: RequestOutput, score: TokenScore | None, now: float) -> Delta | None:
         """The part of an output that belongs to the request; None after a stop string ended it."""
         if self.stopped:
             return None
+        self.cached_tokens = output.cached_tokens
         tokens, reason, text = output.new_tokens, output.finish_reason, ""
+        prompt_scores: tuple[TokenScore | None, ...] = ()
+        if tokens and self.first is None:
+            prompt_scores = tuple(self.prompt_scores)
         if tokens and self.first is None:
             self.first = now
         if self.detokenizer is not None:
             before = self.detokenizer.tokens
-            text = self.detokenizer.feed(tokens)
+            ends_by_id = reason is not None and reason.startswith("stop_") and reason != "stop_sequence"
+            text = self.detokenizer.feed(tokens[:-1] if ends_by_id else tokens)
             if reason is not None:
                 text += self.detokenizer.finish()
             if self.detokenizer.stop is not None:
@@ -130,7 +174,8 @@ class _Live:
                 reason, self.stopped = "stop_sequence", True
         self.tokens.extend(tokens)
         self.text.append(text)
-        return Delta(tokens, text, reason, output.cached_tokens)
+        scores = () if score is None else (score,) * len(tokens)
+        return Delta(tokens, text, reason, output.cached_tokens, scores, prompt_scores)
 
     def generation(self, delta: Delta, now: float) -> Generation:
         """The whole of a finished request."""
@@ -153,6 +198,7 @@ class Engine:
       core: scheduler, runner and buckets.
       tokenizer: of the checkpoint; None when it has none.
       budget: how the pools were sized.
+      max_waiting: requests that may wait; more are refused. None is no limit.
     """
 
     def __init__(
@@ -167,6 +213,7 @@ class Engine:
         self.core = core
         self.tokenizer = tokenizer
         self.budget = budget
+        self.max_waiting: int | None = None
         self._resources = tuple(resources)
         self._live: dict[RequestId, _Live] = {}
         self._names = 0
@@ -207,7 +254,8 @@ class Engine:
             weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
         resources: list[Any] = []
         try:
-            checkpoint = Checkpoint.open(directory, scopes=("text",))
+            sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
+            checkpoint = Checkpoint.open(directory, scopes=("text", "vision") if sees else ("text",))
             resources.append(checkpoint)
             setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels)
             lookup = None
@@ -220,7 +268,8 @@ class Engine:
             params = load_parameters(
                 checkpoint, max_model_len=max_model_len, form=weights, dtype=precision.activation_dtype
             )
-            budget = plan_pools(config, geometry, max_model_len, params)
+            tower = jax.tree.map(jnp.asarray, vision_parameters(checkpoint)) if sees else None
+            budget = plan_pools(config, geometry, max_model_len, (params, tower))
             scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=True)
             runner = ModelRunner(
                 params,
@@ -228,18 +277,22 @@ class Engine:
                 num_pages=budget.num_pages,
                 num_slots=budget.num_slots,
                 num_images=budget.num_images,
-                eager=config.enforce_eager,
+                execution="EAGER" if config.enforce_eager else config.execution_mode,
+                scores_prompts=config.prompt_logprobs,
             )
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
             if warm_up:
-                runner.warm_up(buckets.shapes(scheduler.decoder_replay))
+                runner.warm_up(buckets.shapes(scheduler.decoder_replay), images=sees)
             has_tokenizer = (directory / "tokenizer.json").is_file()
             tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+            images = None
+            if tower is not None:
+                images = EngineImages(tower, checkpoint.config, precision, config.vision_cache_bytes)
         except BaseException:
             for resource in reversed(resources):
                 resource.close()
             raise
-        return cls(config, EngineCore(scheduler, runner, buckets, lookup), tokenizer, budget, resources)
+        return cls(config, EngineCore(scheduler, runner, buckets, lookup, images), tokenizer, budget, resources)
 
     def __enter__(self) -> Engine:
         return self
@@ -277,6 +330,37 @@ class Engine:
                 raise ValueError(f"token id {token} is outside 0..{vocabulary - 1}")
         return Prompt(tokens, sampling or SamplingParams())
 
+    def prompt_with_images(
+        self,
+        text_or_tokens: str | Sequence[int],
+        images: Sequence[bytes | ProcessedImage],
+        sampling: SamplingParams | None = None,
+        limits: ImageLimits = DEFAULT_LIMITS,
+    ) -> Prompt:
+        """A request with images; touches nothing that a step uses, so that any thread may call it.
+
+        Args:
+          text_or_tokens: as for `prompt`, with one placeholder an image: the literal `IMAGE` in text, `image_token_id`
+            among ids.
+          images: files (their bytes) or processed images, in the order of the placeholders.
+          sampling: how tokens are drawn.
+          limits: cost of one file.
+
+        Raises:
+          ImageError: the engine accepts no images, or some image or their number cannot be used.
+          ValueError: as `prompt`.
+        """
+        if self.core.images is None:
+            raise ImageError(_TEXT_ONLY)
+        if isinstance(text_or_tokens, str):
+            parts = [self.prompt(part).tokens for part in text_or_tokens.split(IMAGE)]
+            placeholder = self.core.runner.setup.config.image_token_id
+            tokens = parts[0] + tuple(token for part in parts[1:] for token in (placeholder, *part[1:]))
+        else:
+            tokens = self.prompt(text_or_tokens).tokens
+        expanded = self.core.images.prepare(tokens, images, self.core.scheduler.max_model_len, limits)
+        return Prompt(tuple(expanded.prompt.token_ids.tolist()), sampling or SamplingParams(), images=expanded)
+
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
         """Runs requests to their end, in the caller's thread.
 
@@ -299,9 +383,15 @@ class Engine:
         while len(results) < len(prompts):
             idle = not self.core.has_work
             while arrivals and (arrivals[0][1].arrival_step <= step or idle):
-                place, prompt = arrivals.popleft()
+                place, prompt = arrivals[0]
                 step = max(step, prompt.arrival_step)
-                places[self.submit(prompt)] = place
+                try:
+                    places[self.submit(prompt)] = place
+                except ImageCapacityError as error:
+                    if error.permanent:
+                        raise
+                    break
+                arrivals.popleft()
                 idle = False
             for request_id, _, finished in self.step():
                 if finished is not None:
@@ -314,19 +404,39 @@ class Engine:
 
         Raises:
           ValueError: stop strings without a tokenizer, or a malformed prompt.
+          QueueFullError: `max_waiting` requests wait already.
+          ImageCapacityError: no room for its images, now or (`permanent`) ever.
         """
         sampling = prompt.sampling
+        waiting = len(self.core.scheduler.waiting)
+        if self.max_waiting is not None and waiting >= self.max_waiting:
+            raise QueueFullError(f"{waiting} requests are waiting, at most {self.max_waiting} may: try again later")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(_SEED_BITS))
+        if sampling.prompt_logprobs and not self.config.prompt_logprobs:
+            raise ValueError("log-probabilities of a prompt need an engine with the option prompt_logprobs")
         if prompt.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: this checkpoint has no tokenizer.json, use stop ids")
         detokenizer = None
         if self.tokenizer is not None:
-            detokenizer = self.tokenizer.detokenizer(skip_special=True, stop=prompt.stop)
+            detokenizer = self.tokenizer.detokenizer(skip_special=prompt.skip_special, stop=prompt.stop)
         request_id = self._names
         self._names += 1
-        sequence = RequestSequence(request_id, np.asarray(prompt.tokens, np.int32), sampling)
+        ids, spans = np.asarray(prompt.tokens, np.int32), () if prompt.images is None else prompt.images.spans
+        sequence = RequestSequence(request_id, ids, sampling, spans)
+        placeholder = self.core.runner.setup.config.image_token_id
+        if not np.array_equal(ids == placeholder, sequence.image_mask(0, len(ids))):
+            raise ValueError(
+                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
+                "prompt_with_images"
+            )
+        if prompt.images is not None:
+            if self.core.images is None:
+                raise ImageError(_TEXT_ONLY)
+            self.core.images.leases.acquire(request_id, prompt.images.prompt, prompt.images.images)
         self._live[request_id] = _Live(prompt, detokenizer, time.perf_counter())
+        if prompt.constraint is not None:
+            self.core.edits.constraints[request_id] = prompt.constraint
         self.core.scheduler.add(sequence)
         return request_id
 
@@ -334,20 +444,38 @@ class Engine:
         """One step: (request, what it got, the whole of it when it ended)."""
         outputs = self.core.step()
         now = time.perf_counter()
+        for scored in self.core.prompt_scores:
+            if scored.request_id in self._live:
+                known = self._live[scored.request_id].prompt_scores
+                end = min(scored.start + len(scored.scores), len(known))
+                known[scored.start : end] = scored.scores[: max(end - scored.start, 0)]
         deltas = []
         for output in outputs:
             live = self._live.get(output.request_id)
-            delta = None if live is None else live.take(output, now)
-            if live is None or delta is None:
+            if live is None:
+                continue
+            delta = live.take(output, self.core.scores.get(output.request_id), now)
+            if delta is None:
                 continue
             finished = None
             if delta.finish_reason is not None:
                 finished = live.generation(delta, now)
-                del self._live[output.request_id]
+                self._forget(output.request_id)
                 if not output.finished:
                     self.core.scheduler.abort(output.request_id)
             deltas.append((output.request_id, delta, finished))
+        for request_id, live in list(self._live.items()):
+            if live.deadline is not None and now >= live.deadline:
+                delta = live.expire()
+                deltas.append((request_id, delta, live.generation(delta, now)))
+                self._forget(request_id)
+                self.core.scheduler.abort(request_id)
         return deltas
+
+    def _forget(self, request_id: RequestId) -> None:
+        """Drops what is kept for a live request."""
+        del self._live[request_id]
+        self.core.edits.constraints.pop(request_id, None)
 
     # Streams -------------------------------------------------------------------------------------------------
 
@@ -356,15 +484,19 @@ class Engine:
 
         Raises:
           ValueError: the request is malformed.
+          QueueFullError: `max_waiting` requests wait already.
           StepFailedError: the engine failed.
         """
         if self._thread is None:
             self._thread = EngineThread(self)
         queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        request_id = await asyncio.wrap_future(
-            self._thread.submit(prompt, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
-        )
+        accepted = self._thread.submit(prompt, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
+        try:
+            request_id = await asyncio.wrap_future(accepted)
+        except asyncio.CancelledError:
+            accepted.add_done_callback(self._abort_accepted)
+            raise
         finished = False
         try:
             while not finished:
@@ -378,6 +510,11 @@ class Engine:
             if not finished:
                 self.abort(request_id)
 
+    def _abort_accepted(self, accepted: Future[RequestId]) -> None:
+        """Cancels a request that was accepted after its listener had gone."""
+        if not accepted.cancelled() and accepted.exception() is None:
+            self.abort(accepted.result())
+
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; unknown and finished ids are ignored."""
         if self._thread is not None:
@@ -385,23 +522,32 @@ class Engine:
         else:
             self.core.scheduler.abort(request_id)
 
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the streams for good; None while they work."""
+        return None if self._thread is None else self._thread.failure
+
     # Reports -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Queue, pages, totals, recompiles and recent step times, as plain values."""
+        """Queue, pages, totals, recompiles, recent step times and rows run by part of the model, as plain values."""
         scheduler = dataclasses.asdict(self.core.scheduler.statistics())
         times = list(self.core.step_times)
         count = max(len(times), 1)
         host = {
             f"mean_{name}_s": sum(getattr(entry, name) for entry in times) / count
-            for name in ("plan", "lookup", "dispatch", "wait")
+            for name in ("plan", "lookup", "vision", "dispatch", "wait")
         }
         return {
             **scheduler.pop("counters"),
             **scheduler,
+            "live": len(self._live),
             "recompiles_after_warm_up": self.core.runner.recompiles,
             "steps_timed": len(times),
+            **{f"{name}_rows": count for name, count in self.core.scheduled_rows._asdict().items()},
+            **{f"computed_{name}_rows": count for name, count in self.core.computed_rows._asdict().items()},
             **host,
+            **({} if self.core.images is None else self.core.images.statistics()),
         }
 
     def summary(self) -> dict[str, Any]:

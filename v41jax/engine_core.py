@@ -21,8 +21,10 @@ from scheduler.buckets import Buckets
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, RequestOutput
+from v41jax.engine_images import EngineImages
 from v41jax.engram_lookup import EngramLookup
 from v41jax.logit_edits import EditPlanner
+from v41jax.row_counts import RowCounts, computed_rows_per_layer, rows_per_layer
 from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, empty_edits, sampling_inputs
 from v41jax.sampling import TokenScores
 
@@ -39,6 +41,7 @@ class StepTimes:
       rows: scheduled rows.
       plan: scheduling and building arrays.
       lookup: hashing and gathering Engram rows.
+      vision: encoding images and collecting their rows.
       dispatch: handing the step to the device.
       wait: blocked on the previous step's tokens.
     """
@@ -47,6 +50,7 @@ class StepTimes:
     rows: int
     plan: float
     lookup: float
+    vision: float
     dispatch: float
     wait: float
 
@@ -63,11 +67,26 @@ class TokenScore(NamedTuple):
     alternatives: tuple[tuple[int, float], ...]
 
 
+class PromptScores(NamedTuple):
+    """Log-probabilities at consecutive tokens of a prompt.
+
+    Attributes:
+      request_id: of the request.
+      start: position of the first token.
+      scores: one for each token, with as many alternatives as for generated tokens.
+    """
+
+    request_id: RequestId
+    start: int
+    scores: list[TokenScore]
+
+
 @dataclasses.dataclass
 class _InFlight:
     batch: ScheduledBatch
     output: StepOutput
     scored: bool
+    prompt_scored: bool
     result: StepResult | None = None
 
 
@@ -90,21 +109,34 @@ class EngineCore:
       scheduler: order, memory and outcomes.
       runner: weights, pools and programs.
       step_times: host times of recent steps, oldest first.
+      scheduled_rows: rows run by part of the model since the start, padding not counted.
+      computed_rows: same, with the padding of the buckets.
       edits: biases, penalties and constraints.
       scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
+      prompt_scores: of the prompt tokens that the step before the latest computed; tokens computed again come again.
+      images: of the requests; None for an engine of text.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, buckets: Buckets, lookup: EngramLookup | None
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        buckets: Buckets,
+        lookup: EngramLookup | None,
+        images: EngineImages | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.buckets = buckets
         self.step_times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
+        self.scheduled_rows = RowCounts()
+        self.computed_rows = RowCounts()
         self.scores: dict[RequestId, TokenScore] = {}
+        self.prompt_scores: list[PromptScores] = []
         self.edits = EditPlanner(
             runner.num_slots, runner.setup.config.text.vocab_size, empty_edits, runner.load_adjustments
         )
+        self.images = images
         self._lookup = lookup
         self._in_flight: _InFlight | None = None
 
@@ -120,15 +152,19 @@ class EngineCore:
           StepFailedError: whatever made the step fail is its cause; this engine cannot be used again.
         """
         try:
-            return self._step()
+            outputs = self._step()
         except Exception as error:
             self._in_flight = None
             reason = f"{type(error).__name__}: {error}"
-            raise StepFailedError(reason, self.scheduler.fail_all(reason)) from error
+            outputs = self.scheduler.fail_all(reason)
+            self._release_images(outputs)
+            raise StepFailedError(reason, outputs) from error
+        self._release_images(outputs)
+        return outputs
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
-        self.scores = {}
+        self.scores, self.prompt_scores = {}, []
         batch = self.scheduler.schedule()
         previous = self._in_flight
         if batch is None:
@@ -153,21 +189,30 @@ class EngineCore:
         engram_rows = self._engram_rows(arrays)
         looked_up = time.perf_counter()
         scored = any(batch.sampling[index].logprobs is not None for index in batch.output_requests.tolist())
+        targets = self.runner.no_targets(shape)
+        prompt_scored = targets is not None and self._set_targets(batch, targets)
         sampling = self.runner.step_sampling(
             sampling_inputs(_sampling_rows(batch), shape.outputs),
             self.edits.plan(batch, shape.outputs, self.scheduler.sequence),
             scored=scored,
+            targets=targets,
         )
-        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops)
+        image_rows = None if self.images is None else self.images.step_rows(batch, shape.rows)
+        encoded = time.perf_counter()
+        output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops, image_rows)
         dispatched = time.perf_counter()
-        self._in_flight = _InFlight(batch, output, scored)
+        window = self.runner.setup.geometry.window_size
+        self.scheduled_rows = self.scheduled_rows.plus(rows_per_layer(batch, window))
+        self.computed_rows = self.computed_rows.plus(computed_rows_per_layer(shape, window))
+        self._in_flight = _InFlight(batch, output, scored, prompt_scored)
         self.step_times.append(
             StepTimes(
                 phase=batch.phase,
                 rows=batch.num_rows,
                 plan=built - began - waited,
                 lookup=looked_up - built,
-                dispatch=dispatched - looked_up,
+                vision=encoded - looked_up,
+                dispatch=dispatched - encoded,
                 wait=waited,
             )
         )
@@ -180,7 +225,42 @@ class EngineCore:
         outputs = self.scheduler.postprocess(step.batch, self._read(step))
         if step.scored:
             self.scores = _scores(step, outputs)
+        if step.prompt_scored:
+            self.prompt_scores = self._prompt_scores(step)
         return [*outputs, *self.scheduler.take_outputs()]
+
+    def _set_targets(self, batch: ScheduledBatch, targets: NDArray[np.int32]) -> bool:
+        """Fills in the tokens that follow the rows of scored prompts; False when there are none."""
+        found, row = False, 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            sequence = self.scheduler.sequence(batch.request_ids[index])
+            if sequence is not None and batch.sampling[index].prompt_logprobs:
+                start = int(batch.starts[index])
+                following = sequence.tokens(start + 1, min(start + 1 + length, sequence.num_prompt_tokens))
+                targets[row : row + len(following)] = following
+                found = found or len(following) > 0
+            row += length
+        return found
+
+    def _prompt_scores(self, step: _InFlight) -> list[PromptScores]:
+        assert step.output.prompt_scores is not None
+        chosen, top, top_ids = (np.asarray(part) for part in step.output.prompt_scores)
+        batch, result, row = step.batch, [], 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            rows = slice(row, row + length)
+            row += length
+            if batch.sampling[index].prompt_logprobs:
+                count = batch.sampling[index].logprobs or 0
+                parts = zip(chosen[rows].tolist(), top_ids[rows, :count].tolist(), top[rows, :count].tolist())
+                scores = [TokenScore(logprob, tuple(zip(ids, values))) for logprob, ids, values in parts]
+                result.append(PromptScores(batch.request_ids[index], int(batch.starts[index]) + 1, scores))
+        return result
+
+    def _release_images(self, outputs: list[RequestOutput]) -> None:
+        if self.images is not None:
+            for output in outputs:
+                if output.finished:
+                    self.images.release(output.request_id)
 
     def _compress(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.zeros_like(token_ids) if self._lookup is None else self._lookup.hasher.compress(token_ids)

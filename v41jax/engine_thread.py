@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +12,8 @@ from scheduler.sequence import RequestId
 
 if TYPE_CHECKING:
     from v41jax.engine import Delta, Engine, Prompt
+
+_log = logging.getLogger(__name__)
 
 Listener = Callable[["Delta | Exception"], None]
 """Called on the engine's thread with each part of a request; it must not block."""
@@ -34,6 +37,8 @@ class EngineThread:
         accepted: Future[RequestId] = Future()
 
         def command() -> None:
+            if not accepted.set_running_or_notify_cancel():
+                return
             try:
                 if self._failure is not None:
                     raise self._failure
@@ -44,8 +49,14 @@ class EngineThread:
             self._listeners[request_id] = listener
             accepted.set_result(request_id)
 
-        self._send(command)
+        if not self._send(command):
+            accepted.set_exception(RuntimeError("the engine is closed"))
         return accepted
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the engine; None while it works."""
+        return self._failure
 
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; its listener hears nothing more."""
@@ -63,12 +74,14 @@ class EngineThread:
             self._wake.notify()
         self._thread.join()
 
-    def _send(self, command: Callable[[], None]) -> None:
+    def _send(self, command: Callable[[], None]) -> bool:
+        """Hands a command over; False when the engine is closed and nothing will run it."""
         with self._wake:
             if self._stopping:
-                raise RuntimeError("the engine is closed")
+                return False
             self._commands.append(command)
             self._wake.notify()
+        return True
 
     def _run(self) -> None:
         while True:
@@ -82,8 +95,11 @@ class EngineThread:
                 command()
             if self._has_work():
                 self._step()
-        for listener in self._listeners.values():
-            listener(RuntimeError("the engine was closed"))
+        closed = RuntimeError("the engine is closed")
+        self._failure = self._failure or closed
+        for command in self._commands:  # nothing is added any more
+            command()
+        self._tell_all(closed)
 
     def _has_work(self) -> bool:
         return self._failure is None and self._engine.core.has_work
@@ -92,14 +108,27 @@ class EngineThread:
         try:
             deltas = self._engine.step()
         except Exception as error:
+            _log.exception("the engine failed")
             self._failure = error
-            for listener in self._listeners.values():
-                listener(error)
-            self._listeners.clear()
+            self._tell_all(error)
             return
         for request_id, delta, finished in deltas:
-            listener = self._listeners.get(request_id)
-            if listener is not None:
-                listener(delta)
+            self._tell(request_id, delta)
             if finished is not None:
                 self._listeners.pop(request_id, None)
+
+    def _tell(self, request_id: RequestId, item: Delta | Exception) -> None:
+        listener = self._listeners.get(request_id)
+        if listener is None:
+            return
+        try:
+            listener(item)
+        except Exception:  # its event loop is closed: nobody listens any more
+            _log.warning("the listener of request %r is gone", request_id, exc_info=True)
+            del self._listeners[request_id]
+            self._engine.core.scheduler.abort(request_id)
+
+    def _tell_all(self, error: Exception) -> None:
+        for request_id in list(self._listeners):
+            self._tell(request_id, error)
+        self._listeners.clear()

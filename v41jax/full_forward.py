@@ -239,8 +239,8 @@ def full_forward(
         batch = batch_of([span], geometry, rows=rows)
         replaced = None
         if embeddings is not None:
-            replaced = (np.zeros((rows, embeddings.shape[1]), np.float32), np.zeros(rows, bool))
-            replaced[0][:length], replaced[1][:length] = embeddings[start:stop], image[start:stop]
+            replaced = np.zeros((rows, embeddings.shape[1]), np.float32)
+            replaced[:length] = embeddings[start:stop]
         output: ForwardOutput
         pools, output = step(
             params,

@@ -1,7 +1,7 @@
 """The forward: encoder, decoder and head over one flat batch of rows.
 
 Pure functions: pools go in and come out, nothing varies between steps but arrays. Which rows run which layer is
-expressed by `Rows`; every row runs every layer here.
+expressed by `Rows`; which they are under bounded replay is said in `bounded_replay`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
-from pallas_kernels.stored_rows import load_rows, store_rows
-from scheduler.batch import BatchStep, CompressionPlan, EngramRows, Preparation
+from pallas_kernels.stored_rows import load_rows
+from scheduler.batch import BatchStep, CompressionPlan, EngramRows, TailPlan
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
+from v41jax.bounded_replay import Queries, last_rows, tail_rows, take_rows
 from v41jax.config import LayerMode, LayerTopology, ModelConfig
+from v41jax.flow import Flow, LayerRecord, Record, Recorded, collect, spread
 from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
 from v41jax.layers.compressor import OwnerMemory, compress
 from v41jax.layers.engram import embed_rows, engram
@@ -28,9 +30,10 @@ from v41jax.layers.moe import Routing, moe
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable
 from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
-from v41jax.parameters import LayerWeights, Parameters, Run, plan_runs
+from v41jax.parameters import LayerWeights, Parameters, Run, layer_weights, plan_runs
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8
+from v41jax.slot_state import advance_cursors, prepare_slots
 
 Array = jax.Array
 
@@ -52,57 +55,13 @@ class ModelSetup:
     kernels: str = "auto"
 
 
-class Flow(NamedTuple):
-    """What one layer hands to the next, for the rows that run it.
-
-    Attributes:
-      streams: [N, S, D] activation dtype.
-      pre_mix: [N, S] float32, weights of the next sublayer's input.
-      selection: of the last index source; None before the first.
-      candidates: [N, Nb] int32 block ids of the candidate source; None before it.
-    """
-
-    streams: Array
-    pre_mix: Array
-    selection: Selection | None = None
-    candidates: Array | None = None
-
-
-class LayerRecord(NamedTuple):
-    """Intermediates of the layers of one run, with a leading axis of its layers.
-
-    Attributes:
-      streams: [n, N, S, D] after each layer.
-      pre_mix: [n, N, S] handed on by each layer.
-      routing: experts and weights [n, N, k].
-    """
-
-    streams: Array
-    pre_mix: Array
-    routing: Routing
-
-
-class Record(NamedTuple):
-    """Intermediates of a forward, for comparisons.
-
-    Attributes:
-      layers: one `LayerRecord`, leading axis all layers.
-      selections: (layer, `Selection`) of every index source, in order.
-      candidates: [N, Nb] of the candidate source, or None.
-    """
-
-    layers: LayerRecord
-    selections: tuple[tuple[int, Selection], ...]
-    candidates: Array | None
-
-
 class Taps(NamedTuple):
     """What the draft model reads of a target forward.
 
     Attributes:
       features: [M, T D] activation dtype; per layer of `dspark_target_layer_ids`, ascending, the mean over the streams
         of the residual that enters it (DSpark specification, "Target features").
-      rows: of the M rows that ran those layers.
+      rows: of the M rows that ran those layers: the tail's under decoder replay.
     """
 
     features: Array
@@ -113,17 +72,19 @@ class ForwardOutput(NamedTuple):
     """What a step returns besides the pools.
 
     Attributes:
-      logits: [F, V] float32, of `batch.output_rows`; padding entries hold some finite row.
+      logits: [F, V] float32, of `batch.output_rows`; zero at padding.
       cursor_mismatch: [R] bool, a CONTINUE request whose slot did not stand at `forward_start`: its state is not
         what the scheduler believes and must be rebuilt.
       record: a `Record` when asked for.
-      taps: `Taps` when the pools hold draft windows.
+      taps: `Taps` when the pools hold draft windows and the decoder ran.
+      flow: what the last layer hands on, for all rows of the batch; when asked for.
     """
 
     logits: Array
     cursor_mismatch: Array
     record: Record | None
     taps: Taps | None = None
+    flow: Flow | None = None
 
 
 class Step(NamedTuple):
@@ -137,6 +98,8 @@ class Step(NamedTuple):
       table: RoPE table of layers of ratio > 0, for compressed entries.
       plans: compression plan by ratio.
       embedded: Engram inputs [N, columns * head_dim] by Engram ordinal.
+      published: a FULL layer whose entries are already written, or None.
+      queries: the only rows that go on after the window keys; None is all of them.
     """
 
     setup: ModelSetup
@@ -146,13 +109,13 @@ class Step(NamedTuple):
     table: RopeTable
     plans: dict[int, CompressionPlan]
     embedded: tuple[Array, ...]
+    published: int | None = None
+    queries: Queries | None = None
 
 
 def decoder_start(config: ModelConfig) -> int:
-    """The first decoder layer: the last KV source when its ratio is 1, else the number of layers."""
-    if config.owners and config.owners[-1][1] == 1:
-        return config.owners[-1][0]
-    return config.text.num_hidden_layers
+    """The first decoder layer, the last KV source; the number of layers when there is none."""
+    return config.owners[-1][0] if config.owners else config.text.num_hidden_layers
 
 
 def forward(
@@ -163,9 +126,10 @@ def forward(
     *,
     setup: ModelSetup,
     phase: Phase,
-    image_embeddings: tuple[Array, Array] | None = None,
+    image_embeddings: Array | None = None,
     record: bool = False,
     advance: bool = True,
+    keep_flow: bool = False,
 ) -> tuple[Pools, ForwardOutput]:
     """One forward over any mixture of requests.
 
@@ -176,9 +140,10 @@ def forward(
       engram_rows: table rows of every batch row.
       setup: static.
       phase: static. "decode" needs every request to continue (it never zeroes a slot) and at most `1 + S` rows each.
-      image_embeddings: ([N, D] embeddings, [N] bool where they replace the token's own).
+      image_embeddings: [N, D] float, read where `batch.image_rows`; None when no row of the batch lies in an image.
       record: static; return intermediates.
       advance: static; False leaves the cursors where they are, for a verification that commits a prefix of the rows.
+      keep_flow: static; return what the last layer hands on (not under decoder replay, which runs it on few rows).
 
     Returns:
       The pools after the step, cursors advanced, and the outputs.
@@ -187,16 +152,58 @@ def forward(
     pools, mismatch = prepare_slots(pools, batch, phase)
     step = prepare_step(params, batch, engram_rows, setup, phase)
     flow = embed(params, pools, batch, setup, image_embeddings)
-    start = decoder_start(config)
-    recorded: list[tuple[Run, Flow, LayerRecord]] | None = [] if record else None
+    recorded: list[Recorded] | None = [] if record else None
     means: list[Array] | None = [] if setup.geometry.speculative_tokens else None
-    flow, pools = run_layers(params, flow, pools, step, range(0, start), recorded, means)
-    flow, pools = run_layers(params, flow, pools, step, range(start, config.text.num_hidden_layers), recorded, means)
-    logits = head(params, flow, batch.output_rows, config)
+    ran: Rows | None = step.rows
+    kept = None
+    if batch.tail is None:
+        flow, pools = run_layers(params, flow, pools, step, range(config.text.num_hidden_layers), recorded, means)
+        kept = flow if keep_flow else None
+        flow = take_rows(flow, batch.output_rows)
+    else:
+        flow, pools = run_layers(params, flow, pools, step, range(decoder_start(config)), recorded, means)
+        flow, pools, ran = run_tail(params, flow, pools, step, batch.tail, recorded, means)
+    logits = output_logits(params, flow, batch, config)
     if advance:
         pools = advance_cursors(pools, batch)
-    taps = None if means is None else Taps(jnp.concatenate(means, axis=1), step.rows)
-    return pools, ForwardOutput(logits, mismatch, None if recorded is None else _collect(recorded, flow), taps)
+    taps = None if means is None or ran is None else Taps(jnp.concatenate(means, axis=1), ran)
+    return pools, ForwardOutput(logits, mismatch, None if recorded is None else collect(recorded), taps, kept)
+
+
+def run_tail(
+    params: Parameters,
+    flow: Flow,
+    pools: Pools,
+    step: Step,
+    tail: TailPlan,
+    recorded: list[Recorded] | None = None,
+    means: list[Array] | None = None,
+) -> tuple[Flow, Pools, Rows | None]:
+    """The decoder under bounded replay; arguments as for `run_layers`, `step` with all rows of the batch.
+
+    Returns:
+      The flow of the last rows [F], the pools, and the rows that ran the decoder, None when no request finishes.
+    """
+    config = step.setup.config
+    first, last = decoder_start(config), config.text.num_hidden_layers - 1
+    pools = publish(layer_weights(params, config, first), config.layers[first], flow, pools, step)
+    if not len(tail.last):
+        return take_rows(flow, tail.last), pools, None
+    count = len(step.rows.positions)
+    rows = tail_rows(step.rows, tail)
+    step = step._replace(rows=rows, embedded=(), published=first)
+    flow = take_rows(flow, tail.rows)
+    if means is not None:
+        means[:] = take_rows(means, tail.rows)
+    on_tail: list[Recorded] | None = None if recorded is None else []
+    flow, pools = run_layers(params, flow, pools, step, range(first, last), on_tail, means)
+    step = step._replace(queries=last_rows(rows, tail))
+    on_last: list[Recorded] | None = None if recorded is None else []
+    flow, pools = run_layers(params, flow, pools, step, range(last, last + 1), on_last, means)
+    if recorded is not None:
+        recorded += spread(on_tail, tail.rows, count)
+        recorded += spread(on_last, jnp.where(tail.last < len(tail.rows), tail.rows[step.queries.index], count), count)
+    return flow, pools, rows
 
 
 def prepare_step(
@@ -217,84 +224,35 @@ def prepare_step(
     )
 
 
-def prepare_slots(pools: Pools, batch: BatchStep, phase: Phase) -> tuple[Pools, Array]:
-    """Resets, rewinds or checks the slot of every request (runtime specification, "State preparation before every
-    forward").
-
-    Returns:
-      The pools, and which CONTINUE requests have a cursor that is not at their start, [R] bool.
-    """
-    layers, slots = pools.window.shape[:2]
-    real = batch.cu_seqlens[1:] > batch.cu_seqlens[:-1]
-    reset = real & (batch.preparation == Preparation.RESET)
-    moved = reset | (real & (batch.preparation == Preparation.REWIND))
-    mismatch = real & ~moved & (pools.cursor[batch.slots, 0] != batch.forward_start)
-    start = jnp.concatenate([batch.forward_start[:, None], batch.history], axis=1)
-    cursor = pools.cursor.at[jnp.where(moved, batch.slots, slots)].set(start, mode="drop")
-    if phase == "decode":
-        return pools.replace(cursor=cursor), mismatch
-
-    rings = pools.window.reshape(layers * slots, *pools.window.shape[2:])
-
-    def clear(layer: Array, rings: Array) -> Array:
-        # One layer at a time: zeros for all layers of all requests at once would be a large temporary.
-        owner = jnp.where(reset, layer * slots + batch.slots, layers * slots)
-        return store_rows(rings, (owner,), jnp.zeros((), rings.dtype))
-
-    rings = jax.lax.fori_loop(0, layers, clear, rings)
-    cleared = jnp.where(reset, batch.slots, slots)
-    return (
-        pools.replace(
-            window=rings.reshape(pools.window.shape),
-            tail_kv=pools.tail_kv.at[:, cleared].set(0, mode="drop"),
-            tail_score=pools.tail_score.at[:, cleared].set(0, mode="drop"),
-            cursor=cursor,
-        ),
-        mismatch,
-    )
-
-
-def advance_cursors(pools: Pools, batch: BatchStep) -> Pools:
-    """Cursor of every scheduled request after the forward: its end, and the last `Hh` compressed ids before it."""
-    slots, width = pools.cursor.shape
-    history_size = width - 1
-    lengths = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
-    known = pools.cursor[batch.slots, 1:]
-    # Position in (history ++ this forward's ids) of each remembered id.
-    wanted = lengths[:, None] + jnp.arange(history_size)
-    rows = jnp.clip(batch.cu_seqlens[:-1, None] + wanted - history_size, 0, batch.compressed_ids.shape[0] - 1)
-    old = jnp.take_along_axis(known, jnp.clip(wanted, 0, history_size - 1), axis=1)
-    history = jnp.where(wanted >= history_size, batch.compressed_ids[rows], old)
-    cursor = jnp.concatenate([(batch.forward_start + lengths)[:, None], history], axis=1)
-    target = jnp.where(lengths > 0, batch.slots, slots)
-    return pools.replace(cursor=pools.cursor.at[target].set(cursor, mode="drop"))
-
-
 def embed(
     params: Parameters,
     pools: Pools,
     batch: BatchStep,
     setup: ModelSetup,
-    image_embeddings: tuple[Array, Array] | None = None,
+    image_embeddings: Array | None = None,
 ) -> Flow:
     """Token or image embeddings copied to every stream, and the first pre-mix."""
     last = pools.last_token[batch.slots[jnp.maximum(batch.batch_ids, 0)]]
     ids = jnp.where(batch.token_ids == -1, last, batch.token_ids)
     x = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
     if image_embeddings is not None:
-        embeddings, mask = image_embeddings
-        x = jnp.where(mask[:, None], round_to(embeddings, x.dtype), x)
+        x = jnp.where(batch.image_rows[:, None], round_to(image_embeddings, x.dtype), x)
     count = setup.config.text.hc_mult
     streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], count, x.shape[1]))
     first = jnp.zeros((x.shape[0], count), jnp.float32).at[:, 0].set(1.0)
     return Flow(streams, first)
 
 
-def head(params: Parameters, flow: Flow, output_rows: Array, config: ModelConfig) -> Array:
-    """Logits of the wanted rows: [F] row indices -> [F, V] float32 (model specification, "Final norm and head")."""
-    rows = jnp.minimum(output_rows, flow.streams.shape[0] - 1)
-    x = collapse(flow.streams[rows], flow.pre_mix[rows])
+def head(params: Parameters, flow: Flow, config: ModelConfig) -> Array:
+    """Logits of every row of `flow`, [F, V] float32 (model specification, "Final norm and head")."""
+    x = collapse(flow.streams, flow.pre_mix)
     return product(rms_norm(x, params.norm, config.text.rms_norm_eps), params.head)
+
+
+def output_logits(params: Parameters, flow: Flow, batch: BatchStep, config: ModelConfig) -> Array:
+    """`head` of a step's output rows, which `flow` holds; zero at padding, so that a step of nothing returns zeros."""
+    real = batch.output_rows < batch.positions.shape[0]
+    return jnp.where(real[:, None], head(params, flow, config), 0)
 
 
 def run_layers(
@@ -303,10 +261,10 @@ def run_layers(
     pools: Pools,
     step: Step,
     layers: range,
-    recorded: list[tuple[Run, Flow, LayerRecord]] | None = None,
+    recorded: list[Recorded] | None = None,
     means: list[Array] | None = None,
 ) -> tuple[Flow, Pools]:
-    """Runs the layers of a range that starts and ends between runs.
+    """Runs the layers of a range.
 
     Args:
       params: weights.
@@ -319,15 +277,19 @@ def run_layers(
     """
     tapped = () if means is None else step.setup.config.text.dspark_target_layer_ids
     for run, stacked in zip(plan_runs(step.setup.config), params.runs):
-        if run.layers[0] in layers:
-            wanted = [position for position, layer in enumerate(run.layers) if layer in tapped]
-            flow, pools, layer_record, entering = run_stacked(
-                run, stacked, flow, pools, step, recorded is not None, bool(wanted)
-            )
-            if recorded is not None:
-                recorded.append((run, flow, layer_record))
-            if means is not None:
-                means.extend(entering[position] for position in wanted)
+        part = tuple(layer for layer in run.layers if layer in layers)
+        if not part:
+            continue
+        first = run.layers.index(part[0])
+        run = Run(part, dataclasses.replace(run.topology, index=part[0]))
+        wanted = [position for position, layer in enumerate(part) if layer in tapped]
+        flow, pools, layer_record, entering = run_stacked(
+            run, stacked, first, flow, pools, step, recorded is not None, bool(wanted)
+        )
+        if recorded is not None:
+            recorded.append(Recorded(run, flow, layer_record))
+        if means is not None:
+            means.extend(entering[position] for position in wanted)
     return flow, pools
 
 
@@ -337,9 +299,9 @@ def stream_mean(streams: Array) -> Array:
 
 
 def run_stacked(
-    run: Run, stacked: LayerWeights, flow: Flow, pools: Pools, step: Step, record: bool, tap: bool = False
+    run: Run, stacked: LayerWeights, first: int, flow: Flow, pools: Pools, step: Step, record: bool, tap: bool = False
 ) -> tuple[Flow, Pools, LayerRecord | None, Array | None]:
-    """One run: a scan over its stacked weights, or its only layer.
+    """Consecutive layers of a run: a scan over its stacked weights from entry `first` on, or an only layer.
 
     Returns:
       The flow after it, the pools, intermediates when `record`, and when `tap` the stream means that enter its layers,
@@ -347,32 +309,34 @@ def run_stacked(
     """
     if len(run.layers) == 1:
         entering = stream_mean(flow.streams)[None] if tap else None
-        weights = jax.tree.map(lambda leaf: leaf[0], stacked)
+        weights = jax.tree.map(lambda leaf: leaf[first], stacked)
         flow, pools, routing = run_layer(weights, run.topology, flow, pools, step)
         layer_record = LayerRecord(flow.streams, flow.pre_mix, routing)
         layer_record = jax.tree.map(lambda leaf: leaf[None], layer_record) if record else None
         return flow, pools, layer_record, entering
     slots = pools.window.shape[1]
 
-    def body(carry: tuple[Array, Array, Array], layer: tuple[LayerWeights, Array]):
+    def body(carry: tuple[Array, Array, Array], place: Array):
         streams, pre_mix, window = carry
-        weights, index = layer
+        # Indexed here and not scanned over: a part of a run would be a copy of its weights.
+        weights = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), stacked)
+        index = place - first + run.layers[0]
         inner = flow._replace(streams=streams, pre_mix=pre_mix)
         inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
         layer_record = LayerRecord(inner.streams, inner.pre_mix, routing) if record else None
         return (inner.streams, inner.pre_mix, window), (layer_record, stream_mean(streams) if tap else None)
 
-    indices = jnp.array(run.layers, jnp.int32)
+    places = first + jnp.arange(len(run.layers), dtype=jnp.int32)
     carry = (flow.streams, flow.pre_mix, pools.window)
-    (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, (stacked, indices))
+    (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, places)
     return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
 
 
 def run_layer(
     weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: Pools, step: Step
 ) -> tuple[Flow, Pools, Routing]:
-    """One whole layer: its compression if it is FULL, then `block`."""
-    if topology.mode is LayerMode.FULL:
+    """One whole layer: its compression if it is FULL and that is not done yet, then `block`."""
+    if topology.mode is LayerMode.FULL and topology.index != step.published:
         pools = publish(weights, topology, flow, pools, step)
     ring_offset = topology.index * pools.window.shape[1]
     flow, window, routing = block(weights, topology, flow, pools, pools.window, ring_offset, step)
@@ -468,14 +432,21 @@ def block(
       step: of the forward.
 
     Returns:
-      The flow after the layer, the window rings, and the routing.
+      The flow after the layer (of `step.queries` where they are given), the window rings, and the routing.
     """
-    setup = step.setup
+    setup, rows = step.setup, step.rows
     text, precision = setup.config.text, setup.precision
     flow = engram_update(weights, topology, flow, step)
-    coefficients = mixes(flow.streams, weights.attn_mix, text)
     normalized = attention_input(weights, flow, setup)
-    output, flow, window = attention_sublayer(weights, topology, normalized, flow, pools, window, ring_offset, step)
+    quantized = quantize_input(normalized, precision)
+    kv = window_rows(quantized, weights.attention, rows.angles(topology.ratio), text, setup.kernels)
+    if step.queries is not None:
+        rows = step.queries.rows
+        flow, normalized, quantized = take_rows((flow, normalized, quantized), step.queries.index)
+    coefficients = mixes(flow.streams, weights.attn_mix, text)
+    output, flow, window = attention_sublayer(
+        weights, topology, AttentionInputs(normalized, quantized, kv, rows), flow, pools, window, ring_offset, step
+    )
     streams = expand(output, flow.streams, coefficients)
 
     ffn = mixes(streams, weights.ffn_mix, text)
@@ -483,8 +454,8 @@ def block(
     output, routing = moe(
         normalized,
         weights.moe,
-        step.rows.image_rows,
-        step.rows.batch_ids >= 0,
+        rows.image_rows,
+        rows.batch_ids >= 0,
         text=text,
         precision=precision,
         kernels=setup.kernels,
@@ -493,10 +464,26 @@ def block(
     return flow._replace(streams=streams, pre_mix=ffn.pre), window, routing
 
 
+class AttentionInputs(NamedTuple):
+    """What the attention sublayer works on; M rows give window keys, N of them are queries.
+
+    Attributes:
+      normalized: [N, D] activation dtype.
+      quantized: [N, D], the same after its Q8.
+      kv: [M, d] window keys before their Q8, of `Step.rows`.
+      rows: of the N queries.
+    """
+
+    normalized: Array
+    quantized: Array
+    kv: Array
+    rows: Rows
+
+
 def attention_sublayer(
     weights: LayerWeights,
     topology: LayerTopology,
-    normalized: Array,
+    inputs: AttentionInputs,
     flow: Flow,
     pools: Pools,
     window: Array,
@@ -509,12 +496,11 @@ def attention_sublayer(
     Returns:
       [N, D] output, the flow with this layer's selection and candidates, and the window rings.
     """
-    setup, rows, requests = step.setup, step.rows, step.requests
+    setup, requests = step.setup, step.requests
     text, precision, geometry = setup.config.text, setup.precision, setup.geometry
     kernels = setup.kernels
-    quantized = quantize_input(normalized, precision)
+    normalized, quantized, kv, rows = inputs
     latent = quantize_input(query_latent(quantized, weights.attention, text, kernels), precision)
-    kv = window_rows(quantized, weights.attention, rows.angles(topology.ratio), text, kernels)
 
     owner = None
     if topology.mode is not LayerMode.WINDOW:
@@ -542,7 +528,7 @@ def attention_sublayer(
     rings = window.reshape(-1, *window.shape[2:])
     write = {"window_format": geometry.window_format}
     if step.phase == "decode":
-        rings = write_ring(rings, kv, rows, requests.slots, ring_offset, **write)
+        rings = write_ring(rings, kv, step.rows, requests.slots, ring_offset, **write)
         in_forward = kv[:0]
     else:
         in_forward = fake_q8(kv) if precision.activation_quantization else kv
@@ -569,12 +555,5 @@ def attention_sublayer(
         kernels=kernels,
     )
     if step.phase != "decode":
-        rings = write_ring(rings, kv, rows, requests.slots, ring_offset, **write)
+        rings = write_ring(rings, kv, step.rows, requests.slots, ring_offset, **write)
     return output, flow, rings.reshape(window.shape)
-
-
-def _collect(recorded: list[tuple[Run, Flow, LayerRecord]], last: Flow) -> Record:
-    layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(entry[2] for entry in recorded))
-    sources = (LayerMode.FULL, LayerMode.REINDEX)
-    selections = tuple((run.layers[0], flow.selection) for run, flow, _ in recorded if run.topology.mode in sources)
-    return Record(layers, selections, last.candidates)

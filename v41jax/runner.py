@@ -9,28 +9,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
-from v41jax.model import ModelSetup, forward
+from v41jax.bounded_replay import take_rows
+from v41jax.flow import Flow
+from v41jax.layers.rows import Phase
+from v41jax.layers.vision import write_image_rows
+from v41jax.model import ForwardOutput, ModelSetup, forward, head
 from v41jax.parameters import Parameters
+from v41jax.piecewise import PiecewiseStep
 from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
 from v41jax.state_copies import Images, StateCopies, allocate_images
-from v41jax.step_arrays import empty_step, engram_shapes, image_shapes
+from v41jax.step_arrays import empty_step, engram_shapes, image_shape
 
 Array = jax.Array
 Pools = pool_arrays.Pools
 
 _log = logging.getLogger(__name__)
+
+
+Execution = Literal["FULL", "PIECEWISE", "EAGER"]
+"""How a step runs; see `ModelRunner`."""
+
+SCORED_ROWS = 128
+"""Prompt rows whose logits exist at once."""
 
 
 class StepOutput(NamedTuple):
@@ -41,12 +55,14 @@ class StepOutput(NamedTuple):
       logits: [F, V] float32, the model's own.
       cursor_mismatch: [R] bool, a continuing request whose slot did not stand where the forward started.
       scores: `TokenScores` of `tokens`, all zero unless the step was asked for them.
+      prompt_scores: `TokenScores` of the step's targets, [N]; zero for rows without one. None without targets.
     """
 
     tokens: Array
     logits: Array
     cursor_mismatch: Array
     scores: TokenScores
+    prompt_scores: TokenScores | None
 
 
 class StepSampling(NamedTuple):
@@ -56,11 +72,14 @@ class StepSampling(NamedTuple):
       inputs: per output row.
       edits: per output row.
       scored: scalar bool, log-probabilities are wanted.
+      targets: [N] int32, the token that follows a row of a prompt whose log-probability is wanted; the vocabulary size
+        or more wants none. None when the engine never scores prompts, or in a decode step.
     """
 
     inputs: SamplingInputs
     edits: LogitEdits
     scored: Array
+    targets: Array | None = None
 
 
 class StateMismatchError(RuntimeError):
@@ -89,7 +108,7 @@ def serve_step(
     batch: BatchStep,
     engram_rows: EngramRows,
     sampling: StepSampling,
-    image_embeddings: tuple[Array, Array] | None = None,
+    image_embeddings: Array | None = None,
     *,
     setup: ModelSetup,
     phase: str,
@@ -103,23 +122,84 @@ def serve_step(
       batch: the step.
       engram_rows: table rows of the batch.
       sampling: how tokens are chosen.
-      image_embeddings: ([N, D], [N] bool), or None.
+      image_embeddings: [N, D], read where `batch.image_rows`, or None.
       setup: static.
       phase: static, "prefill" or "decode".
     """
     pools, output = forward(
-        params, pools, batch, engram_rows, setup=setup, phase=phase, image_embeddings=image_embeddings
+        params,
+        pools,
+        batch,
+        engram_rows,
+        setup=setup,
+        phase=phase,
+        image_embeddings=image_embeddings,
+        keep_flow=sampling.targets is not None,
     )
+    return choose_tokens(params, pools, adjustments, batch, output, sampling, setup=setup)
+
+
+def choose_tokens(
+    params: Parameters,
+    pools: Pools,
+    adjustments: Array,
+    batch: BatchStep,
+    output: ForwardOutput,
+    sampling: StepSampling,
+    *,
+    setup: ModelSetup,
+) -> tuple[Pools, Array, StepOutput]:
+    """What a step does after its forward; arguments and results as of `serve_step`."""
     adjustments, logits = edit_logits(output.logits, adjustments, sampling.edits)
     tokens = sample(logits.at[:, setup.config.image_token_id].set(-jnp.inf), sampling.inputs)
     scores = token_scores(output.logits, tokens, sampling.scored)
+    prompt_scores = None
+    if sampling.targets is not None:
+        prompt_scores = score_rows(params, output.flow, sampling.targets, setup)
     rows = batch.positions.shape[0]
     slots = pools.last_token.shape[0]
     real = batch.output_rows < rows
     request = batch.batch_ids[jnp.minimum(batch.output_rows, rows - 1)]
     target = jnp.where(real, batch.slots[jnp.maximum(request, 0)], slots)
     pools = pools.replace(last_token=pools.last_token.at[target].set(tokens, mode="drop"))
-    return pools, adjustments, StepOutput(tokens, output.logits, output.cursor_mismatch, scores)
+    return pools, adjustments, StepOutput(tokens, output.logits, output.cursor_mismatch, scores, prompt_scores)
+
+
+def score_rows(params: Parameters, flow: Flow, targets: Array, setup: ModelSetup) -> TokenScores:
+    """Log-probabilities at rows of a forward, a block at a time: all logits of a long prompt would not fit.
+
+    Args:
+      params: weights.
+      flow: of the last layer, N rows.
+      targets: [N] int32; see `StepSampling`.
+      setup: static.
+
+    Returns:
+      [N] scores; of a block without a target all zero.
+    """
+    count, vocabulary = targets.shape[0], setup.config.text.vocab_size
+    size = math.gcd(count, SCORED_ROWS)
+    rows = jnp.arange(count, dtype=jnp.int32).reshape(-1, size)
+
+    def block(part: tuple[Array, Array]) -> TokenScores:
+        indices, wanted = part
+        present = jnp.any(wanted < vocabulary)
+        logits = jax.lax.cond(
+            present,
+            lambda: head(params, take_rows(flow, indices), setup.config),
+            lambda: jnp.zeros((size, vocabulary), jnp.float32),
+        )
+        return token_scores(logits, jnp.minimum(wanted, vocabulary - 1), present)
+
+    scores = jax.lax.map(block, (rows, targets.reshape(-1, size)))
+    return jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), scores)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def _spread(rows: Array, destinations: Array, *, count: int, dtype: DTypeLike) -> Array:
+    """[N, D] with the given rows at their places. Apart from the step, whose programs then have two variants and not
+    one for every number of image rows."""
+    return write_image_rows(jnp.zeros((count, rows.shape[1]), dtype), rows, destinations)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -136,6 +216,7 @@ class ModelRunner:
       num_pages: PAGE units of the pools.
       num_slots: state slots.
       recompiles: programs compiled after `warm_up` declared the set complete.
+      scores_prompts: prefill programs can report log-probabilities of prompt tokens.
     """
 
     def __init__(
@@ -146,7 +227,8 @@ class ModelRunner:
         num_pages: int,
         num_slots: int,
         num_images: int = 0,
-        eager: bool = False,
+        execution: Execution = "FULL",
+        scores_prompts: bool = False,
     ):
         """Allocates the pools.
 
@@ -156,14 +238,18 @@ class ModelRunner:
           num_pages: PAGE units.
           num_slots: state slots.
           num_images: checkpoint images that can be held at once (copy transfer).
-          eager: run steps op by op, the correctness baseline; nothing is compiled ahead.
+          execution: "FULL" compiles whole steps, ahead. "PIECEWISE" compiles parts of a step at their first use, see
+            `piecewise`; "EAGER" runs op by op, the correctness baseline.
+          scores_prompts: prefill programs can report log-probabilities of prompt tokens.
         """
         self.params = params
         self.setup = setup
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.recompiles = 0
-        self._eager = eager
+        self.scores_prompts = scores_prompts
+        self._execution = execution
+        self._pieces: dict[str, PiecewiseStep] = {}
         self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
         self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
         self._copies = StateCopies()
@@ -185,13 +271,13 @@ class ModelRunner:
     # Compilation ---------------------------------------------------------------------------------------------
 
     def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False) -> None:
-        """Compiles steps ahead from abstract shapes; no pool byte is touched.
+        """Compiles steps ahead from abstract shapes; no pool byte is touched. Only whole steps are compiled ahead.
 
         Args:
           shapes: every shape that the scheduler's buckets can produce.
           images: also compile the variants whose rows take image embeddings.
         """
-        if self._eager:
+        if self._execution != "FULL":
             return
         for shape in shapes:
             self._program(shape, False)
@@ -216,10 +302,10 @@ class ModelRunner:
             _abstract(self._adjustments),
             _abstract(empty_step(shape, setup.geometry)),
             engram_shapes(setup.config, shape.rows),
-            _abstract(self.step_sampling(sampling_inputs([], shape.outputs))),
+            _abstract(self.step_sampling(sampling_inputs([], shape.outputs), targets=self.no_targets(shape))),
         ]
         if images:
-            arguments.append(image_shapes(setup.config, shape.rows))
+            arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
         executable = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
         memory = executable.memory_analysis()
         program = CompiledStep(
@@ -237,7 +323,7 @@ class ModelRunner:
         engram_rows: EngramRows,
         sampling: StepSampling,
         ops: StateMaintenanceOps | None = None,
-        image_embeddings: tuple[np.ndarray, np.ndarray] | None = None,
+        image_rows: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> StepOutput:
         """Dispatches one step; returns before it has run.
 
@@ -247,23 +333,26 @@ class ModelRunner:
           engram_rows: table rows of the batch.
           sampling: made by `step_sampling`.
           ops: state operations to run before.
-          image_embeddings: ([N, D] float32, [N] bool).
+          image_rows: embeddings [I, D] of every image row of the batch and their rows [I] int32, padding N; see
+            `write_image_rows`. None when no row lies in an image, which runs the program of text.
 
         Raises:
           RuntimeError: after an earlier step failed; the pools were donated to it and are gone.
         """
         if self._failed:
             raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
-        images = image_embeddings is not None
+        images = image_rows is not None
         arguments: list[Any] = [batch, engram_rows, sampling]
-        if images:
-            arguments.append(image_embeddings)
+        if image_rows is not None:
+            arguments.append(_spread(*image_rows, count=shape.rows, dtype=self.setup.precision.activation_dtype))
         program: Callable[..., tuple[Pools, Array, StepOutput]]
-        if self._eager:
+        if self._execution == "FULL":
+            program = self._program(shape, images).call
+        elif self._execution == "PIECEWISE":
+            program = self._in_pieces(shape.phase.value)
+        else:
             program = functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)
             arguments = jax.tree.map(jnp.asarray, arguments)
-        else:
-            program = self._program(shape, images).call
         try:
             if ops is not None:
                 self._maintain(ops)
@@ -273,16 +362,32 @@ class ModelRunner:
             raise
         return output
 
+    def _in_pieces(self, phase: Phase) -> PiecewiseStep:
+        if phase not in self._pieces:
+            self._pieces[phase] = PiecewiseStep(self.setup, phase, choose_tokens)
+        return self._pieces[phase]
+
     def load_adjustments(self, slot: int, row: np.ndarray) -> None:
         """Replaces what a slot's logits are adjusted by: row [V] float32."""
         self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
 
     def step_sampling(
-        self, inputs: SamplingInputs, edits: LogitEdits | None = None, *, scored: bool = False
+        self,
+        inputs: SamplingInputs,
+        edits: LogitEdits | None = None,
+        *,
+        scored: bool = False,
+        targets: np.ndarray | None = None,
     ) -> StepSampling:
         """Sampling of a step; without edits the arrays that change nothing, which are already on the device."""
         outputs = len(inputs.seeds)
-        return StepSampling(inputs, self._no_edits(outputs) if edits is None else edits, np.bool_(scored))
+        return StepSampling(inputs, self._no_edits(outputs) if edits is None else edits, np.bool_(scored), targets)
+
+    def no_targets(self, shape: StepShape) -> np.ndarray | None:
+        """Targets of a step in which no prompt is scored, to be filled in; None where the program has none."""
+        if not self.scores_prompts or shape.phase.value != "prefill":
+            return None
+        return np.full(shape.rows, self.setup.config.text.vocab_size, np.int32)
 
     def _no_edits(self, outputs: int) -> LogitEdits:
         if outputs not in self._empty_edits:
@@ -323,6 +428,7 @@ class ModelRunner:
             "compile_seconds": round(sum(step.seconds for step in self._compiled.values()), 3),
             "recompiles_after_warm_up": self.recompiles,
             "kernels": self.setup.kernels,
+            "execution": self._execution,
         }
 
 

@@ -90,8 +90,8 @@ def edit_logits(logits: Array, adjustments: Array, edits: LogitEdits) -> tuple[A
         return jnp.where(adjusted[:, None], logits + rows, logits)
 
     def constrain(values: Array) -> Array:
-        token = jnp.arange(vocabulary, dtype=jnp.uint32)
-        bits = (edits.allowed[:, token // 32] >> (token % 32)) & 1
+        bits = (edits.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        bits = bits.reshape(len(bits), 32 * bits.shape[1])[:, :vocabulary]
         return jnp.where(edits.constrained[:, None] & (bits == 0), -jnp.inf, values)
 
     edited = jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.batch import DEAD, BatchStep, CompressionPlan, Preparation
+from scheduler.batch import DEAD, BatchStep, CompressionPlan, Preparation, TailPlan
 from scheduler.pool_geometry import V41PoolGeometry
 
 Ints = NDArray[np.int32]
@@ -75,6 +75,7 @@ def batch_of(
     columns: int | None = None,
     output_rows: Sequence[int] | None = None,
     outputs: int | None = None,
+    decoder_replay: bool = False,
 ) -> BatchStep:
     """The arrays of one forward over `spans`, in their order.
 
@@ -86,6 +87,7 @@ def batch_of(
       columns: bucket of page columns; None is the longest page list.
       output_rows: batch rows whose logits are wanted; None is every row.
       outputs: bucket of output rows; None is their number (every row of the bucket without `output_rows`).
+      decoder_replay: run the decoder on the tails of the final spans only; their last rows are then the output rows.
 
     Raises:
       ValueError: a bucket too small for what it must hold.
@@ -94,11 +96,14 @@ def batch_of(
     rows = total if rows is None else rows
     requests = len(spans) if requests is None else requests
     columns = max(len(span.pages) for span in spans) if columns is None else columns
+    lengths = [span.length for span in spans]
+    if decoder_replay:
+        output_rows = [int(end) - 1 for end, span in zip(np.cumsum(lengths), spans) if span.is_final]
     if output_rows is None:
         wanted = np.arange(total)
         outputs = rows if outputs is None else outputs
     else:
-        wanted = np.asarray(output_rows)
+        wanted = np.asarray(output_rows, np.int32)
         outputs = len(wanted) if outputs is None else outputs
     _check(spans, geometry, total, rows, requests, columns, len(wanted), outputs)
 
@@ -114,7 +119,6 @@ def batch_of(
         tables[index, : len(span.pages)] = span.pages
         history[index] = span.history
     images = [np.zeros(s.length, bool) if s.image_rows is None else s.image_rows for s in spans]
-    lengths = [span.length for span in spans]
     return BatchStep(
         token_ids=per_row([span.token_ids for span in spans], 0),
         compressed_ids=per_row([span.compressed_ids for span in spans], DEAD),
@@ -134,6 +138,28 @@ def batch_of(
         is_final=padded(np.array([span.is_final for span in spans]), requests, False, bool),
         output_rows=padded(wanted, outputs, rows),
         plans=tuple(compression_plan(spans, ratio, geometry, rows, requests) for ratio in geometry.ratios),
+        tail=tail_plan(spans, geometry, rows, outputs) if decoder_replay else None,
+    )
+
+
+def tail_plan(spans: Sequence[Span], geometry: V41PoolGeometry, rows: int, outputs: int) -> TailPlan:
+    """Decoder rows of the final spans: the last window of each."""
+    capacity = min(rows, outputs * geometry.window_size)
+    chosen: list[int] = []
+    floors: list[int] = []
+    last: list[int] = []
+    first_row = 0
+    for span in spans:
+        if span.is_final:
+            kept = min(geometry.window_size, span.length)
+            chosen += range(first_row + span.length - kept, first_row + span.length)
+            floors += [span.start + span.length - kept] * kept
+            last.append(len(chosen) - 1)
+        first_row += span.length
+    return TailPlan(
+        rows=padded(np.array(chosen), capacity, rows),
+        floor=padded(np.array(floors), capacity, 0),
+        last=padded(np.array(last), outputs, capacity),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from scheduler.batch import DEAD, BatchStep, CompressionPlan, EngramRows, Preparation, TailPlan
 from scheduler.buckets import StepShape
@@ -35,11 +36,8 @@ def empty_step(shape: StepShape, geometry: V41PoolGeometry) -> BatchStep:
 
     tail = None
     if shape.tail:
-        tail = TailPlan(
-            rows=full((shape.outputs, geometry.window_size), shape.rows),
-            floor=full(shape.outputs, 0),
-            requests=full(shape.outputs, -1),
-        )
+        capacity = shape.decoder_rows(geometry.window_size)
+        tail = TailPlan(rows=full(capacity, shape.rows), floor=full(capacity, 0), last=full(shape.outputs, capacity))
     return BatchStep(
         token_ids=full(shape.rows, 0),
         compressed_ids=full(shape.rows, DEAD),
@@ -75,9 +73,6 @@ def engram_shapes(config: ModelConfig, rows: int) -> EngramRows:
     return EngramRows(codes=rows_of(text.engram_head_dim), scales=rows_of(text.engram_head_dim // 32))
 
 
-def image_shapes(config: ModelConfig, rows: int) -> tuple[Any, Any]:
-    """Abstract image embeddings of a step: ([N, D] float32, [N] bool)."""
-    return (
-        jax.ShapeDtypeStruct((rows, config.text.hidden_size), jnp.float32),
-        jax.ShapeDtypeStruct((rows,), jnp.bool_),
-    )
+def image_shape(config: ModelConfig, rows: int, dtype: DTypeLike) -> Any:
+    """Abstract image embeddings of a step: [N, D] of the activation dtype."""
+    return jax.ShapeDtypeStruct((rows, config.text.hidden_size), dtype)

@@ -17,8 +17,9 @@ from v41jax.config import LayerMode
 from v41jax.layers.attention import Selection
 from v41jax.layers.moe import Routing
 from v41jax.layers.rows import Phase
-from v41jax.model import Flow, ModelSetup, prepare_slots, prepare_step, run_layer
+from v41jax.model import Flow, ModelSetup, prepare_step, run_layer
 from v41jax.parameters import Parameters, layer_weights
+from v41jax.slot_state import prepare_slots
 
 Array = jax.Array
 

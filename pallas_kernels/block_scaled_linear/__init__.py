@@ -36,9 +36,9 @@ def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation
             f"block_scaled_linear needs x [N, K], codes [O, K], scales [O/32, K/32] with O and K multiples of 32; "
             f"got x {x.shape}, codes {codes.shape}, scales {scales.shape}"
         )
-    few = x.shape[0] <= triton.MOST_ROWS
+    faster = triton.preferred(x.shape[0], codes.size)
     choice = backend.choose(
-        "block_scaled_linear", implementation, {"triton": backend.Candidate(triton.unsupported(x, codes), few)}
+        "block_scaled_linear", implementation, {"triton": backend.Candidate(triton.unsupported(x, codes), faster)}
     )
     if choice.implementation == "triton":
         return triton.block_scaled_linear(x, codes, scales, interpret=choice.interpret)

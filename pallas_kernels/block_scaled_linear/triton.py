@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.triton_widening import widen_e4m3
+from pallas_kernels.triton_widening import LANE_GROUP, fp8_operand, packed_instructions, widen_e4m3
 
 Array = jax.Array
 
@@ -27,7 +27,8 @@ class Config:
     Attributes:
       outputs: outputs of one program, at least 16.
       rows: rows of x of one program, at least 16.
-      inner: inner dims of one step, a multiple of 32 that divides the inner width of a split.
+      inner: inner dims of one step, a multiple of `LANE_GROUP`. Scales are copied ahead of their use only where a
+        thread has four of them: outputs * inner of at least 4096 per warp.
       splits: programs among which the inner dimension is cut.
       num_warps, num_stages: of one program.
     """
@@ -40,22 +41,36 @@ class Config:
     num_stages: int
 
 
+def splits_for(inputs: int, outputs: int, tile_outputs: int, inner: int, programs: int) -> int:
+    """Cuts of the inner dimension that give about `programs` programs per tile of rows, no two steps of work apart."""
+    steps = -(-inputs // inner)
+    wanted = max(1, min(steps, round(programs / -(-outputs // tile_outputs))))
+    return -(-steps // -(-steps // wanted))
+
+
 def config_for(rows: int, inputs: int, outputs: int, generation: str) -> Config:
     """The configuration for x [rows, inputs] and `outputs` outputs."""
     tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
-    tile_outputs = 64
-    programs = -(-outputs // tile_outputs) * -(-rows // tile_rows)
-    splits = 1
-    while programs * splits < (304 if generation == "rocm" else 132) and inputs % (splits * 2 * 128) == 0:
-        splits *= 2
-    inner = 32
-    while inner < 128 and (inputs // splits) % (inner * 2) == 0:
-        inner *= 2
-    return Config(tile_outputs, tile_rows, inner, splits, 4, 1 if generation == "rocm" else 4)
+    rocm = generation == "rocm"
+    large = inputs * outputs >= 2**24 and not rocm
+    tile_outputs, inner = (128 if large else 64), (256 if tile_rows == 16 and not rocm else 128)
+    while inner > LANE_GROUP and inner // 2 >= inputs:
+        inner //= 2
+    warps = 8 if large and inner == 256 else 4
+    programs = max(1, (608 if rocm else 264) // -(-rows // tile_rows))
+    splits = splits_for(inputs, outputs, tile_outputs, inner, programs)
+    return Config(tile_outputs, tile_rows, inner, splits, warps, 1 if rocm else 3)
 
 
-MOST_ROWS = 256
-"""Rows past which `auto` leaves the product to XLA, whose library kernels pay for the widened copy by then."""
+MOST_ROWS = 64
+"""The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
+LEAST_WEIGHT = 2**22
+"""Weight elements below which XLA's product of one row, fused with the widening, was measured to be no slower."""
+
+
+def preferred(rows: int, weight: int) -> bool:
+    """Whether `auto` takes the kernel for `rows` rows and `weight` weight elements: where it won on an H200."""
+    return rows <= MOST_ROWS and (rows > 1 or weight >= LEAST_WEIGHT)
 
 
 def unsupported(x: Array, codes: Array) -> str | None:
@@ -67,32 +82,40 @@ def unsupported(x: Array, codes: Array) -> str | None:
     return None
 
 
-def _kernel(x_ref: object, codes_ref: object, scales_ref: object, out_ref: object, *, config: Config) -> None:
+def _kernel(
+    x_ref: object, codes_ref: object, scales_ref: object, out_ref: object, *, config: Config, rows: int, cuda: bool
+) -> None:
     """One tile of outputs and rows over one split of the inner dimension."""
     triton = backend.triton()
     program = pl.program_id(0)
-    rows, inputs = x_ref.shape
-    outputs = codes_ref.shape[0]
+    outputs, inputs = codes_ref.shape
+    padded = x_ref.shape[1]
     output_tiles = -(-outputs // config.outputs)
     first_output = (program % output_tiles) * config.outputs
     split = (program // output_tiles) % config.splits
     first_row = (program // (output_tiles * config.splits)) * config.rows
     output = first_output + jnp.arange(config.outputs, dtype=jnp.int32)
     row = first_row + jnp.arange(config.rows, dtype=jnp.int32)
-    near_output, near_row = jnp.minimum(output, outputs - 1), jnp.minimum(row, rows - 1)
-    steps = inputs // config.splits // config.inner
+    near_output = jnp.minimum(output, outputs - 1)
+    steps = padded // config.splits // config.inner
 
-    def load(ref: object, index: Array, first: Array, count: int) -> Array:
+    def load(ref: object, index: Array, first: Array, count: int, live: Array | None = None) -> Array:
         column = first + jnp.arange(count, dtype=jnp.int32)
         shape = (index.shape[0], count)
-        return triton.load(ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)])
+        place = ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+        if live is not None:
+            return triton.load(place, mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
+        if padded == inputs:
+            return triton.load(place)
+        return triton.load(place, mask=jnp.broadcast_to(column[None, :] < ref.shape[1], shape), other=0)
 
     def step(index: Array, total: Array) -> Array:
         block = split * steps + index
         codes = load(codes_ref, near_output, block * config.inner, config.inner)
         scales = load(scales_ref, lax.div(near_output, 32), block * (config.inner // 32), config.inner // 32)
-        x = load(x_ref, near_row, block * config.inner, config.inner)
-        return total + jnp.dot(widen_e4m3(codes, scales), x.T, preferred_element_type=jnp.float32)
+        # Rows that are not there cost no traffic.
+        x = load(x_ref, row, block * config.inner, config.inner, live=row < rows)
+        return total + jnp.dot(widen_e4m3(codes, scales, cuda), x.T, preferred_element_type=jnp.float32)
 
     total = lax.fori_loop(0, steps, step, jnp.zeros((config.outputs, config.rows), jnp.float32)).T
     # Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
@@ -115,17 +138,19 @@ def block_scaled_linear(
     if rows == 0:
         return jnp.zeros((0, outputs), x.dtype)
     config = config or config_for(rows, inputs, outputs, backend.current_target().generation)
+    stride = config.inner * config.splits
+    operand = fp8_operand(x, -(-inputs // stride) * stride)
     if codes.dtype != jnp.uint8:
         codes = lax.bitcast_convert_type(codes, jnp.uint8)
     shape = (rows, outputs) if config.splits == 1 else (config.splits, rows, outputs)
     grid = -(-outputs // config.outputs) * config.splits * -(-rows // config.rows)
     out = backend.triton_call(
-        functools.partial(_kernel, config=config),
+        functools.partial(_kernel, config=config, rows=rows, cuda=packed_instructions() and not interpret),
         jax.ShapeDtypeStruct(shape, x.dtype if config.splits == 1 else jnp.float32),
         grid=(grid,),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
         name="block_scaled_linear",
-    )(x, codes, scales)
+    )(operand, codes, scales)
     return out if config.splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)

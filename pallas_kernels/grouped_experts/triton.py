@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import even_odd, fake_q8_group
 from pallas_kernels.grouped_experts.types import ExpertWeights
-from pallas_kernels.triton_widening import packed_instructions, widen_e2m1
+from pallas_kernels.grouped_experts.widening import widen_e2m1
+from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 

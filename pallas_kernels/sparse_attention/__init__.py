@@ -94,7 +94,7 @@ def sparse_attention(
     choice = backend.choose(
         "sparse_attention",
         implementation,
-        {"triton": backend.Candidate(triton.unsupported(query, main, ring, cos))},
+        {"triton": backend.Candidate(triton.unsupported(query, main, ring, cos), triton.preferred(query.shape[0]))},
     )
     run = {
         "xla": xla.sparse_attention,

@@ -80,6 +80,15 @@ def unsupported(query: Array, main: Array | None, ring: Array, cos: Array) -> st
     return None
 
 
+LEAST_ROWS = 8
+"""Query rows from which the kernel was measured to be faster than XLA; one row is a few small XLA kernels."""
+
+
+def preferred(rows: int) -> bool:
+    """Whether `auto` takes the kernel for `rows` query rows: where it won on an H200."""
+    return rows >= LEAST_ROWS
+
+
 @dataclasses.dataclass(frozen=True)
 class _Source:
     """A list of rows of one plane: how many, where each lies, and how its bytes become values."""

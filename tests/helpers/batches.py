@@ -121,15 +121,13 @@ class Driver:
         spans = [self.span(name, length) for name, length in lengths.items()]
         batch = batch_of(spans, self.model.setup.geometry, **self.bucket)
         embeddings = np.zeros((self.bucket["rows"], self.model.setup.config.text.hidden_size), np.float32)
-        mask = np.zeros(self.bucket["rows"], bool)
         first = 0
         for name, length in lengths.items():
             request = self.requests[name]
             rows = slice(request.done, request.done + length)
             embeddings[first : first + length] = request.embeddings[rows]
-            mask[first : first + length] = request.image_rows[rows]
             first += length
-        output = self.forward(batch, (embeddings, mask), phase)
+        output = self.forward(batch, embeddings, phase)
         logits = np.asarray(output.logits)
         first = 0
         for name, length in lengths.items():
@@ -138,9 +136,7 @@ class Driver:
             first += length
         return output
 
-    def forward(
-        self, batch: BatchStep, image_embeddings: tuple[NDArray, NDArray], phase: Phase = "prefill"
-    ) -> ForwardOutput:
+    def forward(self, batch: BatchStep, image_embeddings: NDArray, phase: Phase = "prefill") -> ForwardOutput:
         """One forward over a given batch."""
         self.pools, output = step(
             self.model.params,

@@ -45,6 +45,7 @@ class Driver:
         manager = scheduler.manager
         self.num_pages, self.num_slots = manager.pool.num_pages, manager.slots.num_slots
         self.buckets = Buckets.default(scheduler.config, scheduler.geometry, self.num_pages, scheduler.max_model_len)
+        self._shapes = frozenset(self.buckets.shapes(scheduler.decoder_replay))
         self.checker = None
         if check:
             self.checker = InvariantChecker(
@@ -123,6 +124,7 @@ class Driver:
             num_pages=self.num_pages,
             num_slots=self.num_slots,
         )
+        assert shape in self._shapes, f"warm-up would not compile {shape}"
         result = self.runner.execute(batch, step, shape)
         if self.checker:
             self.checker.executed(batch)

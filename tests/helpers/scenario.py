@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from scheduler.model_view import ModelView
 from scheduler.outcomes import Statistics
@@ -199,13 +200,25 @@ def play(
       check: assert the invariants at every step.
       max_steps: steps after which the scheduler counts as stuck.
     """
-    rng = random.Random(scenario.seed ^ 0x5EED)
     config = scenario.config
     geometry = config.geometry(scenario.view)
     scheduler = Scheduler(
         config, scenario.view, geometry, scenario.num_pages, scenario.num_slots, deferred=scenario.mode != "immediate"
     )
     driver = Driver(scheduler, make_runner(scheduler), mode=scenario.mode, compress_ids=compress_ids, check=check)
+    return drive(scenario, driver, expected, max_steps=max_steps)
+
+
+def drive(
+    scenario: Scenario,
+    driver: Any,
+    expected: Callable[[Request, int], Sequence[int]],
+    *,
+    max_steps: int = 5_000,
+) -> Report:
+    """As `play`, for any engine loop that has what is used of `Driver` here."""
+    rng = random.Random(scenario.seed ^ 0x5EED)
+    scheduler = driver.scheduler
     rules = scheduler.rules
     last_event = max(max(request.arrival, request.abort or 0) for request in scenario.requests)
     for step in range(max_steps):

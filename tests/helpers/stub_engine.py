@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
+import pytest
 
 from scheduler.runtime_config import EngineConfig, validate_runtime_config
+from scheduler.scheduled_batch import Phase
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SamplingParams
 from tests.helpers.driver import Driver
@@ -15,6 +18,14 @@ from tests.helpers.stub_runner import StubRunner, compress_ids, expected_tokens
 
 PAGE = WINDOW = 32
 VIEW = dataclasses.replace(SMALL_VIEW, eos_token_ids=(1,))
+SWITCHES = [
+    pytest.param({"encoder_swa_bounded_replay": encoder, "decoder_swa_bounded_replay": decoder}, id=name)
+    for (encoder, decoder), name in zip(
+        itertools.product((True, False), (True, False)), ("both", "encoder", "decoder", "neither"), strict=True
+    )
+]
+COPY = {"encoder_swa_bounded_replay": False}
+OFF = {"encoder_swa_bounded_replay": False, "decoder_swa_bounded_replay": False}
 
 
 def make_stub(scheduler):
@@ -66,3 +77,29 @@ def check_tokens(driver, request_id, ids, count, images=()):
     assert done.reason == "max_tokens"
     assert list(done.tokens) == expected_tokens(ids, images, count)
     return done
+
+
+def spans(driver, request_id):
+    """(start, resume, end, is_final) of every prefill forward of a request."""
+    found = []
+    for batch in driver.log:
+        if batch.phase is Phase.PREFILL and request_id in batch.request_ids:
+            row = batch.request_ids.index(request_id)
+            found.append(
+                (int(batch.starts[row]), int(batch.resumes[row]), int(batch.ends[row]), bool(batch.is_final[row]))
+            )
+    return found
+
+
+def restores(driver):
+    """Images restored so far."""
+    return sum(len(batch.ops.restores) for batch in driver.log)
+
+
+def steps_until(driver, condition, limit=200):
+    """Steps until `condition()` holds."""
+    for _ in range(limit):
+        if condition():
+            return
+        driver.step()
+    raise AssertionError("the condition never held")

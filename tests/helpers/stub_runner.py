@@ -289,17 +289,17 @@ class StubRunner:
         if shape.tail:
             if not item["final"]:
                 return None
-            found = np.flatnonzero(step.tail.requests == item["request"])
-            assert len(found) == 1
-            width = self.geometry.window_size
-            rows = step.tail.rows[found[0]]
-            rows = rows[rows < shape.rows] - item["low"]
+            width, tail = self.geometry.window_size, step.tail
+            real = tail.rows < shape.rows
+            mine = np.flatnonzero(real & (step.batch_ids[np.minimum(tail.rows, shape.rows - 1)] == item["request"]))
             length = min(width, item["length"])
             end = item["start"] + item["length"]
+            rows = tail.rows[mine] - item["low"]
             assert rows.tolist() == list(range(item["length"] - length, item["length"]))
-            assert (step.tail.rows[found[0], width - length :] < shape.rows).all(), "the tail is not right-aligned"
+            assert (np.diff(mine) == 1).all(), "the rows of a tail are apart"
+            assert (tail.last == mine[-1]).sum() == 1, "the tail's last row is not named once"
             assert length == min(width, end), "the decoder's tail is short"
-            assert step.tail.floor[found[0]] == end - length
+            assert (tail.floor[mine] == end - length).all()
             item["tail"] = item["length"] - length
             self.decoder_rows += length
         else:
@@ -332,6 +332,8 @@ class StubRunner:
         mine = plan.tail_requests == request
         rows = plan.tail_rows[mine] - item["low"]
         assert (item["positions"][rows] == plan.tail_positions[mine]).all()
+        if step.preparation[request] == Preparation.REWIND:
+            assert (plan.tail_positions[mine] >= item["write_from"]).all(), "an approximated row overwrites a tail"
         self.tails[slot, plan.tail_positions[mine] % self.geometry.ring_c] = pairs[rows]
         size = self.geometry.history_size
         self.cursor[slot] = [item["start"] + length, *item["lookback"][len(item["lookback"]) - size :]]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
 from pallas_kernels.block_scaled_linear import block_scaled_linear, triton
 from v41jax import quantization_numpy as quantization
@@ -53,7 +54,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "config"),
-    [(1, 64, 96, (64, 16, 32, 1)), (21, 256, 160, (64, 16, 64, 4)), (7, 192, 32, (16, 16, 32, 2))],
+    [(1, 64, 96, (64, 16, 64, 1)), (21, 512, 160, (64, 16, 128, 4)), (7, 224, 32, (16, 16, 64, 2))],
 )
 def test_gpu_kernel_equals_float64_of_decoded_operands(rows, inputs, outputs, config):
     x, codes, scales, expected = linear_case(rows, rows, inputs, outputs, jnp.bfloat16)
@@ -71,14 +72,35 @@ def test_gpu_kernel_of_any_shape_through_the_public_call(rows, inputs, outputs):
 
 @pytest.mark.parametrize("generation", ["cuda", "rocm"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1280, 32_768), (8192, 5120), (5120, 2304), (5120, 1280), (5120, 512)])
-def test_splits_fill_the_device_and_divide_the_inner_width(generation, inputs, outputs):
+def test_splits_fill_the_device_and_none_is_without_work(generation, inputs, outputs):
     config = triton.config_for(1, inputs, outputs, generation)
-    assert inputs % (config.splits * config.inner) == 0
-    assert outputs // config.outputs * config.splits >= 64
-    assert (outputs < 32_768) == (config.splits > 1)
+    steps = -(-inputs // config.inner)
+    assert (config.splits - 1) * -(-steps // config.splits) < steps
+    assert 160 <= -(-outputs // config.outputs) * config.splits <= 700
 
 
 def test_a_float32_product_has_no_kernel_and_says_so():
     x, codes, scales, _ = linear_case(0, 3, 64, 64, jnp.float32)
     with pytest.raises(KernelUnsupportedError, match="float32"):
         block_scaled_linear(x, codes, scales, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "kernel"),
+    [
+        (1, 1280, 32_768, True),
+        (1, 5120, 512, False),
+        (8, 5120, 512, True),
+        (64, 8192, 5120, True),
+        (65, 5120, 512, False),
+    ],
+)
+def test_auto_takes_the_kernel_where_it_was_measured_to_win(rows, inputs, outputs, kernel):
+    arguments = (
+        jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((outputs, inputs), jnp.uint8),
+        jax.ShapeDtypeStruct((outputs // 32, inputs // 32), jnp.uint8),
+    )
+    with backend.use_target(backend.Target("triton", "cuda")):
+        traced = jax.make_jaxpr(lambda *x: block_scaled_linear(*x))(*arguments)
+    assert ("pallas_call" in str(traced)) == kernel

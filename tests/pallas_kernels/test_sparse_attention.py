@@ -179,3 +179,8 @@ def test_the_public_call_takes_the_kernel_when_asked_and_names_what_it_cannot_do
 def test_few_query_rows_are_cut_among_programs(generation, rows, splits):
     config = triton.config_for(rows, 64, 512, 640, generation)
     assert config.splits == (splits if generation == "cuda" else {1: 20, 64: 2, 4096: 1}[rows])
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(1, False), (8, True), (4096, True)])
+def test_auto_takes_the_kernel_where_it_was_measured_to_win(rows, kernel):
+    assert triton.preferred(rows) == kernel

@@ -7,46 +7,48 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backend
-from pallas_kernels.triton_widening import e2m1_cuda, packed_instructions, power_bfloat16, widen_e2m1, widen_e4m3
+from pallas_kernels import triton_widening as widening
 from tests.pallas_kernels import ptx
 from v41jax import quantization_numpy as quantization
 
 
-@pytest.mark.parametrize(("shift", "half"), [(6, 0), (2, 1)])
-@pytest.mark.parametrize("exponent", [-126, -7, 0, 60])
-def test_cuda_instructions_decode_every_byte(shift, half, exponent):
+def run_cuda(text, codes, scales):
+    """The four values of every word of `codes`, with one bfloat16 scale per code."""
+    pairs = scales.view(np.uint32).reshape(-1, 2)
+    words = ptx.run(text, {"$2": codes.view(np.uint32), "$3": pairs[:, 0].copy(), "$4": pairs[:, 1].copy()})
+    return np.stack([words["$0"], words["$1"]], axis=1).view(ml_dtypes.bfloat16).reshape(codes.shape)
+
+
+@pytest.mark.parametrize("scale", [0, 100, 127, 140])
+def test_cuda_instructions_decode_every_e4m3_code(scale):
     codes = np.arange(256, dtype=np.uint8)
-    scale = np.full(256, 2.0**exponent, ml_dtypes.bfloat16)
-    pairs = scale.view(np.uint32).reshape(64, 2)
-    words = ptx.run(e2m1_cuda(shift), {"$2": codes.view(np.uint32), "$3": pairs[:, 0].copy(), "$4": pairs[:, 1].copy()})
-    found = np.stack([words["$0"], words["$1"]], axis=1).view(ml_dtypes.bfloat16).reshape(256)
-    nibble = codes >> 4 if half else codes & 15
-    expected = quantization.decode_e2m1(nibble) * 2.0**exponent
-    np.testing.assert_array_equal(found.astype(np.float64), expected)
+    factor = np.asarray(widening.power_bfloat16(jnp.full(256, scale, jnp.uint8)))
+    found = run_cuda(widening.E4M3_CUDA, codes, factor).astype(np.float32)
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 2.0 ** (scale - 127.0)
+    np.testing.assert_array_equal(found, expected.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_packed_instructions_are_for_cuda_only():
-    assert not packed_instructions()
+    assert not widening.packed_instructions()
     with backend.use_target(backend.Target("triton", "cuda")):
-        assert packed_instructions()
+        assert widening.packed_instructions()
     with backend.use_target(backend.Target("triton", "rocm")):
-        assert not packed_instructions()
+        assert not widening.packed_instructions()
 
 
-def test_plain_operations_decode_every_byte_and_scale():
-    packed = np.tile(np.arange(256, dtype=np.uint8), (5, 1))
-    scales = np.array([4, 90, 127, 130, 200], np.uint8)[:, None].repeat(16, 1)
-    low, high = jax.jit(lambda p, s: widen_e2m1(p, s, cuda=False))(packed, scales)
-    expected = quantization.dequantize_expert(packed, scales)
-    np.testing.assert_array_equal(np.asarray(low, np.float32), expected[:, 0::2])
-    np.testing.assert_array_equal(np.asarray(high, np.float32), expected[:, 1::2])
-    every = np.tile(np.arange(256, dtype=np.uint8), (4, 1))
+def test_widened_fp8_weights_stand_where_their_operand_does():
+    codes = np.tile(np.arange(256, dtype=np.uint8), (4, 1))
     scales = np.array([[110], [120], [127], [130]], np.uint8).repeat(8, 1)
-    found = np.asarray(jax.jit(widen_e4m3)(every, scales), np.float32)
-    np.testing.assert_array_equal(found, quantization.dequantize_rows(every, scales))
+    found = np.asarray(jax.jit(lambda c, s: widening.widen_e4m3(c, s, cuda=False))(codes, scales), np.float32)
+    expected = quantization.dequantize_rows(codes, scales)
+    # Dims are numbered from 1: zero is the padding past the last one.
+    order = np.asarray(widening.fp8_operand(1 + jnp.arange(250)[None], 256), np.int32)[0]
+    assert sorted(order) == [0] * 6 + list(range(1, 251))
+    np.testing.assert_array_equal(found[:, order > 0], expected[:, order[order > 0] - 1])
 
 
-def test_powers_of_two_of_every_scale_code():
-    found = np.asarray(power_bfloat16(jnp.arange(256, dtype=jnp.uint8)))
-    np.testing.assert_array_equal(found.astype(np.float64)[:255], 2.0 ** (np.arange(255) - 127.0))
-    assert np.isnan(found[255].astype(np.float32))
+def test_scales_of_every_code():
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    found = np.asarray(widening.power_bfloat16(codes)).astype(np.float64)
+    np.testing.assert_array_equal(found[:255], 2.0 ** (np.arange(255) - 127.0))
+    assert np.isnan(found[255])

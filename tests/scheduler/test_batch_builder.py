@@ -19,7 +19,7 @@ from tests.helpers.stub_runner import compress_ids
 GEOMETRY = V41PoolGeometry(
     layers=12, owners=((2, 2), (4, 2), (6, 1)), block_size=32, window_size=16, head_dim=64, index_dim=32
 )
-BUCKETS = Buckets((1, 2, 4, 8), (128, 256), (1, 4, 8), (4, 16), (16,))
+BUCKETS = Buckets((1, 2, 4, 8), (128, 256), (4, 8), (4, 16), (16,))
 PAGES, SLOTS = 64, 8
 
 
@@ -175,24 +175,33 @@ def test_history_is_compressed_and_dead_stays_dead():
     assert step.history[0].tolist() == [DEAD, *compress_ids(np.asarray([5, 6])).tolist()]
 
 
-def test_tail_plan_is_right_aligned_with_the_first_position_as_floor():
+def test_tail_plan_lists_the_last_window_of_every_finishing_request():
     spans = [(0, 0, 5, True, False), (32, 32, 40, False, False), (32, 64, 70, True, True), (3, 3, 60, True, False)]
     step, shape = build(make_batch(spans))
     assert shape.outputs == 4
-    tail = step.tail
-    assert tail.requests.tolist() == [0, 2, 3, -1]
-    assert tail.floor.tolist() == [0, 54, 44, 0]
-    assert tail.rows[0].tolist() == [shape.rows] * 11 + [0, 1, 2, 3, 4]
-    assert tail.rows[1].tolist() == list(range(5 + 8 + 22, 5 + 8 + 38))
-    assert tail.rows[2].tolist() == list(range(51 + 41, 51 + 57))
-    assert (tail.rows[3] == shape.rows).all()
+    tail, capacity = step.tail, 4 * 16
+    assert len(tail.rows) == len(tail.floor) == shape.decoder_rows(16) == capacity
+    rows = [*range(5), *range(5 + 8 + 22, 5 + 8 + 38), *range(51 + 41, 51 + 57)]
+    assert tail.rows.tolist() == rows + [shape.rows] * (capacity - 37)
+    assert tail.floor.tolist() == [0] * 5 + [54] * 16 + [44] * 16 + [0] * (capacity - 37)
+    assert tail.last.tolist() == [4, 20, 36, capacity]
+    assert tail.rows[tail.last[:3]].tolist() == step.output_rows[:3].tolist()
     assert step.output_rows.tolist() == [4, 50, 107, shape.rows]
+    assert all(field.dtype == np.int32 for field in tail)
+
+
+def test_decoder_rows_never_exceed_the_rows_of_the_step():
+    step, shape = build(make_batch([(0, 0, 10, True, False)] * 5))
+    assert (shape.rows, shape.outputs) == (256, 8)
+    assert [shape.decoder_rows(window) for window in (8, 16, 32, 33)] == [64, 128, 256, 256]
+    assert step.tail.rows.tolist() == [*range(50), *[256] * 78]
+    assert step.tail.last.tolist() == [9, 19, 29, 39, 49, 128, 128, 128]
 
 
 def test_a_step_without_a_finishing_request_has_an_empty_tail():
     step, shape = build(make_batch([(0, 0, 40, False, False)]))
     assert (shape.outputs, shape.tail) == (0, True)
-    assert step.tail.rows.shape == (0, 16)
+    assert [len(field) for field in step.tail] == [0, 0, 0]
     assert step.output_rows.shape == (0,)
 
 

@@ -185,7 +185,7 @@ def test_outputs_are_counted():
     with pytest.raises(InvariantError, match="invariant 33"):
         driver.checker.returned(None, [output._replace(request_id="b")])
     driver.checker.submitted("lost")
-    with pytest.raises(InvariantError, match="invariant 33.*lost"):
+    with pytest.raises(InvariantError, match=r"invariant 33.*lost"):
         driver.checker.drained()
 
 

@@ -17,7 +17,8 @@ from v41jax.commands.engine_options import with_engine_options
 if TYPE_CHECKING:
     from v41jax.engine import Engine, Generation, Prompt
 
-_KEYS = {"prompt", "tokens", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "arrival_step"}
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+_KEYS = {"prompt", "tokens", "images", "arrival_step", *_SAMPLING}
 
 
 class PromptsError(ValueError):
@@ -34,7 +35,8 @@ def generate(
     engine_config: EngineConfig,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Prompt text.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="JSON lines: prompt or tokens, and per-request options.")
+        Path | None,
+        typer.Option("--prompts", help="JSON lines: prompt or tokens, images (files), and options."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Generated tokens at most.")] = 16,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
@@ -50,6 +52,8 @@ def generate(
 
     from v41jax.engine import Engine
 
+    if engine_config.vision == "auto" and not any(request.get("images") for request in requests):
+        engine_config = dataclasses.replace(engine_config, vision="off")
     with Engine.from_checkpoint(model, engine_config, warm_up=False) as engine:
         results = engine.generate([_prompt(engine, {**defaults, **request}, ignore_eos) for request in requests])
         for index, result in enumerate(results):
@@ -81,6 +85,9 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
             faults.append(f"{path}:{number}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(_KEYS))}")
         if ("prompt" in request) == ("tokens" in request):
             faults.append(f"{path}:{number}: give either prompt (text) or tokens (list of ids)")
+        images = request.get("images", [])
+        if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+            faults.append(f"{path}:{number}: images {images!r} must be a list of file names")
         for key, kinds, least in (
             ("max_tokens", int, 1),
             ("arrival_step", int, 0),
@@ -101,10 +108,15 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 def _prompt(engine: Engine, request: dict[str, Any], ignore_eos: bool) -> Prompt:
     sampling = SamplingParams(
         ignore_eos=ignore_eos,
-        **{field: request[field] for field in _KEYS - {"prompt", "tokens", "arrival_step"} if field in request},
+        **{field: request[field] for field in _SAMPLING if field in request},
     )
     content = request.get("tokens") if request.get("prompt") is None else request["prompt"]
-    return dataclasses.replace(engine.prompt(content, sampling), arrival_step=request.get("arrival_step") or 0)
+    if request.get("images"):
+        files = [Path(name).read_bytes() for name in request["images"]]
+        prompt = engine.prompt_with_images(content, files, sampling)
+    else:
+        prompt = engine.prompt(content, sampling)
+    return dataclasses.replace(prompt, arrival_step=request.get("arrival_step") or 0)
 
 
 def _record(index: int, result: Generation) -> dict[str, Any]:

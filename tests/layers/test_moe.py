@@ -1,0 +1,68 @@
+"""The router's scores, its ties and biases, and the clamps of the experts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from v41jax.layers.moe import RouterWeights, route, swiglu
+from v41jax.presets import preset
+
+TEXT = dataclasses.replace(preset("v4.1-flash").text, num_experts_per_tok=2, n_routed_experts=4)
+NO_IMAGE = jnp.zeros(1, bool)
+
+
+def routed(logits, bias=(0, 0, 0, 0), bias_vl=(0, 0, 0, 0), image=NO_IMAGE, **changes):
+    """Routes one row whose router logits are given."""
+    weights = RouterWeights(jnp.asarray(logits, jnp.float32)[:, None], jnp.asarray(bias), jnp.asarray(bias_vl))
+    return route(jnp.ones((1, 1), jnp.float32), weights, image, dataclasses.replace(TEXT, **changes))
+
+
+@pytest.mark.parametrize(
+    ("logit", "score"),
+    [
+        (-30, 3.05902e-07),
+        (-20, 4.53999e-05),
+        (-1, 0.559698),
+        (0, 0.832555),
+        (1, 1.145976),
+        (20, 4.472136),
+        (25, 5.0),
+    ],
+)
+def test_scores_are_the_published_ones(logit, score):
+    weights = routed([logit, -40, -40, -40], norm_topk_prob=False, routed_scaling_factor=1.0).weights
+    assert np.isclose(weights[0, 0], score, rtol=2e-6)
+
+
+def test_ties_go_to_the_smaller_expert():
+    assert routed([1.0, 2.0, 1.0, 1.0]).experts[0].tolist() == [0, 1]
+    assert routed([0.5, 0.5, 0.5, 0.5]).experts[0].tolist() == [0, 1]
+
+
+def test_bias_selects_and_does_not_weigh():
+    plain = routed([1.0, 0.5, 0.0, -1.0])
+    biased = routed([1.0, 0.5, 0.0, -1.0], bias=(0, 0, 0, 9))
+    assert plain.experts[0].tolist() == [0, 1] and biased.experts[0].tolist() == [0, 3]
+    scores = np.sqrt(np.log1p(np.exp([1.0, -1.0])))
+    assert np.allclose(biased.weights[0], 1.5 * scores / scores.sum(), rtol=1e-6)
+
+
+def test_image_rows_use_their_own_bias():
+    arguments = {"bias": (9, 9, 0, 0), "bias_vl": (0, 0, 9, 9)}
+    assert routed([0.0] * 4, **arguments).experts[0].tolist() == [0, 1]
+    assert routed([0.0] * 4, image=~NO_IMAGE, **arguments).experts[0].tolist() == [2, 3]
+
+
+def test_router_temperature_divides_the_logits():
+    hot = routed([2.0, 1.0, -40, -40], gate_temp=2.0)
+    assert np.allclose(hot.weights, routed([1.0, 0.5, -40, -40]).weights)
+
+
+def test_gate_has_no_lower_clamp_and_up_has_both():
+    gate, up = jnp.array([30.0, -30.0, 1.0, 1.0]), jnp.array([1.0, 1.0, 30.0, -30.0])
+    sigmoid = 1 / (1 + np.exp(-1.0))
+    wanted = [10 / (1 + np.exp(-10.0)), -30 / (1 + np.exp(30.0)), 10 * sigmoid, -10 * sigmoid]
+    assert np.allclose(swiglu(gate, up, 10.0), wanted, rtol=1e-6)
+    assert np.allclose(swiglu(gate, up, 0.0)[2], 30 * sigmoid, rtol=1e-6)

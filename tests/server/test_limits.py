@@ -1,0 +1,129 @@
+"""Keys, sizes, queues, time limits, disconnects and stopping."""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers import servers
+
+QUESTION = [{"role": "user", "content": "Count."}]
+LONG = {"model": servers.MODEL, "messages": QUESTION, "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture
+def limited(engine):
+    """Servers of the shared engine with other options; the shared server's bounds come back."""
+    waiting = engine.max_waiting
+
+    def start(**options):
+        return servers.running(engine, **options)
+
+    yield start
+    engine.max_waiting = waiting
+
+
+def test_a_key_is_needed_where_one_is_set(limited):
+    with limited(api_keys=("first", "second")) as server, server.http() as http:
+        for key in ("first", "second"):
+            assert server.client(key).models.list().data[0].id == servers.MODEL
+        with pytest.raises(openai.AuthenticationError):
+            server.client("third").models.list()
+        for path in ("/v1/models", "/tokenize", "/v1/chat/completions"):
+            assert http.request("GET", path).status_code == 401
+        assert http.get("/health").status_code == http.get("/metrics").status_code == 200
+
+
+def test_a_body_over_the_limit_is_refused_however_it_comes(limited):
+    with limited(max_body_bytes=2000) as server, server.http() as http:
+        body = b'{"prompt": "' + b"x" * 3000 + b'"}'
+
+        def pieces():
+            for start in range(0, len(body), 500):
+                yield body[start : start + 500]
+
+        for content in (body, pieces()):
+            answer = http.post("/v1/completions", content=content)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_full_queue_is_answered_429_and_the_rest_is_served(limited, engine):
+    with limited(max_waiting=2) as server:
+        client = server.client()
+
+        def ask(_):
+            try:
+                client.chat.completions.create(
+                    model=servers.MODEL, messages=QUESTION, max_tokens=12, extra_body={"ignore_eos": True}
+                )
+                return "served"
+            except openai.RateLimitError as error:
+                assert error.response.headers["retry-after"]
+                return "refused"
+
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            outcomes = list(pool.map(ask, range(16)))
+    assert outcomes.count("served") >= 2 and outcomes.count("refused") >= 1
+    assert set(outcomes) == {"served", "refused"}
+
+
+def test_a_request_that_takes_too_long_ends(limited, engine):
+    with limited(request_timeout_s=1.0) as server, server.http() as http:
+        answer = http.post("/v1/chat/completions", json=LONG)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        with pytest.raises(openai.APIError, match="longer than the server allows"):
+            for _ in server.client().chat.completions.create(
+                model=servers.MODEL, messages=QUESTION, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+            ):
+                pass
+        assert server.wait_until_idle()["pages_used"] == 0
+
+
+def test_clients_that_leave_free_what_they_held(server, http):
+    before = server.engine.statistics()["aborted"]
+    with http.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True, "n": 2}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=1.5) as impatient:
+        impatient.post("/v1/chat/completions", json=LONG)
+    statistics = server.wait_until_idle()
+    assert statistics["aborted"] - before == 3
+    assert (statistics["pages_used"], statistics["slots_free"]) == (0, 4)
+
+
+def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(limited, engine):
+    with limited() as server, server.http() as http:
+        service = server.server._service
+        collected = []
+
+        def listen():
+            stream = server.client().chat.completions.create(
+                model=servers.MODEL, messages=QUESTION, max_tokens=25, stream=True, extra_body={"ignore_eos": True}
+            )
+            collected.extend(stream)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        while not engine.core.has_work:
+            time.sleep(0.01)
+        assert http.get("/health").status_code == 200
+        service.draining = True
+        assert http.get("/health").json() == {"status": "draining"}
+        answer = http.post("/v1/chat/completions", json=LONG)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        server.server.stop()
+        listener.join(300)
+    assert collected[-1].choices[0].finish_reason == "length"
+
+
+def test_options_that_make_no_sense_are_named():
+    with pytest.raises(ValueError, match=r"max_choices 0.*max_waiting -1"):
+        servers.ServerOptions(model_name="x", max_choices=0, max_waiting=-1)
+    with pytest.raises(ValueError, match="keys"):
+        servers.ServerOptions(model_name="x", api_keys=("",))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        servers.ServerOptions(model_name="x").model_name = "y"

@@ -1,0 +1,129 @@
+"""Biases, penalties and constraints: what the host plans and what the device makes of it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.sequence import PLACEHOLDER, SamplingParams, Sequence
+from v41jax.logit_edits import EditPlanner
+from v41jax.runner import empty_edits
+from v41jax.sampling import edit_logits, token_scores
+
+VOCABULARY, SLOTS = 70, 3
+PENALIZED = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((7, 3.0), (69, -100.0)))
+
+
+edit = jax.jit(edit_logits)
+
+
+class Device:
+    """Planner and adjustments as an engine holds them, for one request at a time."""
+
+    def __init__(self):
+        self.adjustments = jnp.zeros((SLOTS, VOCABULARY), jnp.float32)
+        self.loads = 0
+        self.planner = EditPlanner(SLOTS, VOCABULARY, empty_edits, self.load)
+
+    def load(self, slot, row):
+        self.adjustments = self.adjustments.at[slot].set(row)
+        self.loads += 1
+
+    def step(self, sequence, slot, end, newest, generation=1):
+        """What one step adds to the logits of the token at `end`."""
+        batch = SimpleNamespace(
+            output_requests=np.array([0]),
+            request_ids=(sequence.request_id,),
+            generations=(generation,),
+            sampling=(sequence.sampling,),
+            slots=np.array([slot]),
+            ends=np.array([end]),
+            lengths=np.array([1]),
+            token_ids=np.array([newest]),
+        )
+        edits = self.planner.plan(batch, 2, lambda _: sequence)
+        if edits is None:
+            return np.zeros(VOCABULARY)
+        self.adjustments, logits = edit(jnp.zeros((2, VOCABULARY)), self.adjustments, edits)
+        assert not np.asarray(logits[1]).any()
+        return np.asarray(logits[0])
+
+
+def expected(sampling, generated):
+    row = np.zeros(VOCABULARY, np.float32)
+    for token, bias in sampling.logit_bias:
+        row[token] += bias
+    for token in set(generated):
+        row[token] -= sampling.frequency_penalty * generated.count(token) + sampling.presence_penalty
+    return row
+
+
+def grow(sequence, token, *, finalized=True):
+    sequence.append_placeholder()
+    if finalized:
+        sequence.finalize(sequence.num_finalized_tokens, token)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 68), max_size=12), st.integers(0, 11))
+def test_every_step_sees_all_tokens_before_it_also_after_a_preemption(generated, preempted_at):
+    device, sequence = Device(), Sequence("a", [1, 2, 3], PENALIZED)
+    generation, slot = 1, 0
+    for count in range(len(generated) + 1):
+        if count == preempted_at:
+            generation, slot = 3, 2
+        newest = generated[count - 1] if count else 3
+        if count:
+            # The newest token is known to the engine before the scheduler takes it in.
+            grow(sequence, newest, finalized=False)
+            assert sequence.token(2 + count) == PLACEHOLDER
+        row = device.step(sequence, slot, 3 + count, newest, generation)
+        np.testing.assert_allclose(row, expected(PENALIZED, generated[:count]), atol=1e-5)
+        if count:
+            sequence.finalize(2 + count, newest)
+    assert device.loads == 1 + (0 < preempted_at <= len(generated))
+
+
+def test_a_slot_forgets_the_request_before():
+    device = Device()
+    device.step(Sequence("a", [1], PENALIZED), 1, 1, 1)
+    other = dataclasses.replace(PENALIZED, logit_bias=())
+    assert not device.step(Sequence("b", [1], other), 1, 1, 1).any()
+    assert not device.step(Sequence("c", [1], SamplingParams()), 1, 1, 1).any()
+    assert device.loads == 2
+
+
+def test_a_constraint_leaves_only_what_it_allows():
+    class Even:
+        def write_mask(self, generated, words):
+            assert (generated.count, generated.newest) == (2, 9)
+            words[:] = 0x55555555
+            return True
+
+    device, sequence = Device(), Sequence("a", [1], SamplingParams())
+    for token in (8, 9):
+        grow(sequence, token)
+    device.planner.constraints["a"] = Even()
+    row = device.step(sequence, 0, 3, 9)
+    assert np.isneginf(row[1::2]).all() and not row[::2].any()
+
+
+@pytest.mark.parametrize("alternatives", [1, 5, 500])
+def test_scores_are_the_log_softmax_best_first(alternatives):
+    logits = np.random.default_rng(0).normal(size=(4, 60)).astype(np.float32) * 5
+    logits[1, 3] = logits[1, 40] = logits.max() + 1
+    chosen = np.array([0, 40, 2, 59])
+    scores = token_scores(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(True), alternatives)
+    wide = logits.astype(np.float64)
+    logprobs = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(scores.chosen, logprobs[np.arange(4), chosen], atol=1e-4)
+    order = np.argsort(-logprobs, axis=1, kind="stable")[:, : min(alternatives, 60)]
+    assert np.asarray(scores.top_ids).tolist() == order.tolist()
+    np.testing.assert_allclose(scores.top, np.take_along_axis(logprobs, order, axis=1), atol=1e-4)
+    idle = token_scores(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(False), alternatives)
+    assert not np.asarray(idle.top).any() and not np.asarray(idle.chosen).any()

@@ -1,0 +1,253 @@
+"""How far bounded replay moves the model's answers from those of a full prefill, measured prompt by prompt.
+
+A prompt is prefilled up to a cut in each mode, planned as the scheduler plans it; then its last tokens are fed on top
+of whatever rings the mode left, as decode steps would. All logits are compared with those of a full prefill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.model_view import ModelView
+from scheduler.planning import ChunkRules, plan_chunk, replay_fields
+from scheduler.pools import Pools, allocate
+from v41jax.config import ModelConfig
+from v41jax.engram_hashing import history_before
+from v41jax.full_forward import ROW_BUCKETS, LoadedModel, compressed_of, engram_rows_of, step
+from v41jax.spans import Span, batch_of
+
+Logits = NDArray[np.float64]
+
+_FULL, _REPLAYED = 0, 1
+"""Slots: of the request that fills the cache, and of the one that is measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way to prefill.
+
+    Attributes:
+      name: in reports.
+      hit: the prompt's whole pages below the cut are reused, and the encoder's windows rebuilt from the last of them.
+      tail: the decoder runs on the last window only.
+      small_chunks: the prompt is cut into the smallest chunks that the modes allow.
+    """
+
+    name: str
+    hit: bool = False
+    tail: bool = False
+    small_chunks: bool = False
+
+
+FULL = Mode("full")
+MODES = (
+    FULL,
+    Mode("full in chunks", small_chunks=True),
+    Mode("decoder replay", tail=True),
+    Mode("encoder replay", hit=True),
+    Mode("both replays", hit=True, tail=True),
+)
+"""The second one is exact too: its distance is the noise of the arithmetic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """One mode against full prefill, over all measured rows of all prompts.
+
+    Attributes:
+      mode: name of the mode.
+      prompts: that the mode applies to; a prompt without a whole page below its cut has no hit.
+      rows: logits compared.
+      logits_mean, logits_max: relative L2 distance of a row's logits.
+      kl_mean, kl_max: divergence of the mode's distribution from the full prefill's, in nats.
+      top1: share of rows with the same most likely token.
+      nll: mean negative log-likelihood of the prompt's own next token.
+      nll_full: same of the full prefill on the same rows.
+    """
+
+    mode: str
+    prompts: int
+    rows: int
+    logits_mean: float
+    logits_max: float
+    kl_mean: float
+    kl_max: float
+    top1: float
+    nll: float
+    nll_full: float
+
+
+def replay_page(config: ModelConfig) -> int:
+    """The smallest page that replay allows: whole candidate blocks, and no shorter than a window."""
+    text = config.text
+    block = text.candidate_block_size if text.candidate_source_layer_id >= 0 else 1
+    unit = math.lcm(32, *(ratio * block for _, ratio in config.owners))
+    return -(-text.sliding_window // unit) * unit
+
+
+def measure_replay(
+    model: LoadedModel,
+    prompts: Sequence[NDArray[np.int32]],
+    *,
+    continuation: int = 16,
+    modes: Sequence[Mode] = MODES,
+    progress: Callable[[], None] | None = None,
+) -> list[Distance]:
+    """Measures every mode on every prompt.
+
+    Args:
+      model: loaded with a page of at least the window (`replay_page`).
+      prompts: token ids, each at least two.
+      continuation: last tokens of each prompt that are fed one after the other instead of prefilled.
+      modes: to measure; the full prefill is always run.
+      progress: called after each prompt.
+
+    Raises:
+      ValueError: prompts or pages that nothing can be measured on.
+    """
+    _check(model, prompts, continuation)
+    collected: dict[str, list[tuple[Logits, Logits, NDArray[np.int32]]]] = {mode.name: [] for mode in modes}
+    for ids in prompts:
+        cut = len(ids) - min(continuation, len(ids) - 1)
+        session = _Session(model, ids, cut)
+        expected = session.logits(FULL)
+        for mode in modes:
+            if not mode.hit or session.hit:
+                given = expected if mode == FULL else session.logits(mode)
+                collected[mode.name].append((given, expected, ids[cut:]))
+        if progress is not None:
+            progress()
+    return [_distance(name, parts) for name, parts in collected.items() if parts]
+
+
+def _check(model: LoadedModel, prompts: Sequence[NDArray[np.int32]], continuation: int) -> None:
+    text, geometry = model.setup.config.text, model.setup.geometry
+    obstacle = ModelView.from_config(model.setup.config).decoder_replay_obstacle()
+    faults = [] if obstacle is None else [f"the decoder of this model cannot be replayed: {obstacle}"]
+    if geometry.block_size < text.sliding_window:
+        faults.append(f"pages of {geometry.block_size} tokens are shorter than the window, {text.sliding_window}")
+    if continuation < 1:
+        faults.append(f"a continuation of {continuation} tokens has no row to compare, at least 1 is needed")
+    for number, ids in enumerate(prompts):
+        if not 2 <= len(ids) <= model.max_model_len:
+            faults.append(f"prompt {number} has {len(ids)} tokens, must be 2..{model.max_model_len}")
+    if not prompts:
+        faults.append("no prompt to measure on")
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+class _Session:
+    """One prompt over pools that hold two requests: a full prefill, whose pages hits reuse, and the measured one."""
+
+    def __init__(self, model: LoadedModel, ids: NDArray[np.int32], cut: int):
+        self.model, self.ids, self.cut = model, ids, cut
+        geometry = model.setup.geometry
+        self.compressed = compressed_of(model.lookup, ids, None)
+        self.block = geometry.block_size
+        # Shapes are the same for every prompt, so that all share their programs.
+        self.pages = geometry.pages_for(model.max_model_len)
+        self.rows = max(_bucket(min(model.max_model_len, ROW_BUCKETS[-1])), 2 * self.block)
+        self.hit = (cut - 1) // self.block * self.block
+        self.pools: Pools = allocate(geometry, 2 * self.pages, 2)
+
+    def logits(self, mode: Mode) -> Logits:
+        """[len(ids) - cut, V]: rows cut - 1 .. len(ids) - 2."""
+        own = range(self.pages, 2 * self.pages)
+        slot, pages = (_FULL, range(self.pages)) if mode == FULL else (_REPLAYED, own)
+        if mode.hit:
+            shared = self.hit // self.block
+            pages = [*range(shared), *own[shared:]]
+        rules = ChunkRules(self.block, min_final_rows=self.model.setup.geometry.window_size if mode.tail else 0)
+        budget = 2 * self.block if mode.small_chunks else self.rows
+        position, rows = self.hit if mode.hit else 0, []
+        rebuild = mode.hit
+        while position < self.cut:
+            plan = plan_chunk(position, self.cut, budget, True, rebuild, rules)
+            assert plan is not None, "a lone request always makes progress with two pages of rows"
+            fields = replay_fields(plan.start, position, rebuild)
+            rows = self._forward(plan.start, plan.end, slot, pages, mode.tail, plan.is_final, **fields._asdict())
+            position, rebuild = plan.end, False
+        rest = len(self.ids) - 1 - self.cut
+        if not rest:
+            return rows
+        after = self._forward(self.cut, self.cut + rest, slot, pages, False, True, continuation=True)
+        return np.concatenate([rows, after])
+
+    def _forward(
+        self,
+        start: int,
+        end: int,
+        slot: int,
+        pages: Sequence[int],
+        tail: bool,
+        is_final: bool,
+        continuation: bool = False,
+        **fields: int,
+    ) -> Logits:
+        """Logits of the last row of a final prefill forward, of none of another, of every row of a continuation."""
+        setup, count = self.model.setup, end - start
+        span = Span(
+            start,
+            self.ids[start:end],
+            self.compressed[start:end],
+            slot,
+            pages,
+            history_before(self.compressed, start, setup.geometry.history_size),
+            is_final=is_final,
+            **fields,  # type: ignore[arg-type]
+        )
+        rows = _bucket(count) if continuation else self.rows
+        wanted = range(count) if continuation else [count - 1] if is_final else []
+        batch = batch_of(
+            [span],
+            setup.geometry,
+            rows=rows,
+            columns=self.pages,
+            output_rows=wanted,
+            outputs=rows if continuation else 1 if is_final or not tail else 0,
+            decoder_replay=tail,
+        )
+        self.pools, output = step(
+            self.model.params,
+            self.pools,
+            batch,
+            engram_rows_of(setup, self.model.lookup, batch),
+            setup=setup,
+            phase="prefill",
+        )
+        return np.asarray(output.logits, np.float64)[: len(wanted)]
+
+
+def _bucket(rows: int) -> int:
+    return next((bucket for bucket in ROW_BUCKETS if bucket >= rows), rows)
+
+
+def _distance(name: str, parts: list[tuple[Logits, Logits, NDArray[np.int32]]]) -> Distance:
+    given, expected, targets = (np.concatenate(column) for column in zip(*parts))
+    ours, theirs = _log_probabilities(given), _log_probabilities(expected)
+    norms = np.linalg.norm(given - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    divergence = np.maximum((np.exp(theirs) * (theirs - ours)).sum(axis=1), 0)
+    rows = np.arange(len(targets))
+    return Distance(
+        mode=name,
+        prompts=len(parts),
+        rows=len(targets),
+        logits_mean=float(norms.mean()),
+        logits_max=float(norms.max()),
+        kl_mean=float(divergence.mean()),
+        kl_max=float(divergence.max()),
+        top1=float((given.argmax(axis=1) == expected.argmax(axis=1)).mean()),
+        nll=float(-ours[rows, targets].mean()),
+        nll_full=float(-theirs[rows, targets].mean()),
+    )
+
+
+def _log_probabilities(logits: Logits) -> Logits:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
