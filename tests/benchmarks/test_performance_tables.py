@@ -19,7 +19,7 @@ def write(path, records):
 
 
 def test_a_line_has_both_times_the_bound_and_the_best_other_configuration(tmp_path):
-    wrong = {**record("config 3", 0), "error": "ValueError: differs"}
+    wrong = {**record("config 3", 1.0), "error": "ValueError: differs"}
     del wrong["time_us"], wrong["fraction"]
     runs = [record("xla", 20.0), record("pallas", 5.0), record("config 1", 8.0), record("config 2", 4.0), wrong]
     text = performance_tables.tables(performance_tables.read([write(tmp_path / "a", runs)]), [])

@@ -1,5 +1,8 @@
 """`candidate_scores` against the float64 oracle: same numbers as the full scan, at the candidates only."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,9 +37,8 @@ def expected_scores(case, candidates, block_size):
 
 
 @pytest.mark.parametrize("index_format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 9])
-def test_scores_equal_the_full_scan_at_the_candidates(index_format, rows):
-    case = index_case(rows, index_format=index_format, rows=rows, requests=2, columns=3, padding=rows > 1)
+def test_scores_equal_the_full_scan_at_the_candidates(index_format):
+    case = index_case(9, index_format=index_format, rows=9, requests=2, columns=3)
     candidates = candidates_for(case, 5, 8)
     found = candidate_scores(*case.arrays, jnp.asarray(candidates), block_size=8, index_format=index_format)
     assert_scores(found, expected_scores(case, candidates, 8))
@@ -65,9 +67,8 @@ def test_the_tpu_kernel_equals_the_full_scan_at_the_candidates(mode, index_forma
     *operands, values, scales = case.arrays
     plane = (values, scales) if rows_in_page == 128 else to_lanes(values, scales, index_format)
     with interpretation(mode) as interpret:
-        found = tpu.candidate_scores(
-            *operands, *plane, jnp.asarray(candidates), block_size=8, index_format=index_format, interpret=interpret
-        )
+        run = functools.partial(tpu.candidate_scores, block_size=8, index_format=index_format, interpret=interpret)
+        found = jax.block_until_ready(jax.jit(run)(*operands, *plane, jnp.asarray(candidates)))
     assert_scores(found, expected_scores(case, candidates, 8))
 
 

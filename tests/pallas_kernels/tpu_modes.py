@@ -14,7 +14,7 @@ MODES = ("generic", "simulated")
 
 @contextlib.contextmanager
 def interpretation(mode: str) -> Iterator[Any]:
-    """The `interpret` argument of a mode; a race that the simulation saw fails the test.
+    """The `interpret` argument of a mode; a race that was seen fails the test. Wait for results inside.
 
     Copies of the simulation happen when they are waited for, and memory starts as NaN, so that a missing wait shows.
     """
@@ -25,6 +25,7 @@ def interpretation(mode: str) -> Iterator[Any]:
     try:
         yield pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
         simulation = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
-        assert simulation.races is not None and not simulation.races.races_found
+        assert simulation.races is not None, "nothing was simulated; wait for the result inside"
+        assert not simulation.races.races_found, "the simulation saw a race"
     finally:
         pltpu.reset_tpu_interpret_mode_state()
