@@ -205,6 +205,12 @@ def tpu() -> types.ModuleType:
     return importlib.import_module("jax.experimental.pallas.tpu")
 
 
+def in_device_memory(x: jax.Array) -> jax.Array:
+    """`x` kept in HBM on a TPU: the compiler may otherwise copy a whole operand to VMEM in front of a kernel."""
+    pltpu = tpu()
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
 def tpu_call(
     kernel: Callable[..., None],
     out_shape: Any,

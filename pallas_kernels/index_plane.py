@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import plane_layouts
 from pallas_kernels.rounding import round_to
 from v41jax.quantization import (
     BLOCK,
@@ -35,10 +36,15 @@ def plane_faults(width: int, values: Array, scales: Array | None, index_format: 
       width: I.
       values: float [pages, rows, I]; fp8 [pages, rows, I] uint8; fp4 [pages, rows, I / 2] uint8.
       scales: float None; fp8 [pages, rows] float32; fp4 [pages, rows, I / 32] uint8.
+
+    fp8 and fp4 may also be as `plane_layouts.to_lanes` gives them.
     """
     if index_format not in FORMATS:
         return [f"index_format {index_format!r} is none of {', '.join(FORMATS)}"]
     faults = []
+    if values.dtype == jnp.uint8 and plane_layouts.in_lanes(width, values, scales, index_format):
+        kept = plane_layouts.scale_dtype(index_format)
+        return faults if scales is not None and scales.dtype == kept else [f"scales are not {jnp.dtype(kept).name}"]
     row = width // 2 if index_format == "fp4" else width
     if values.ndim != 3 or values.shape[-1] != row:
         faults.append(f"values are {values.shape}, not [pages, rows, {row}] for {index_format} keys of width {width}")
@@ -56,6 +62,20 @@ def plane_faults(width: int, values: Array, scales: Array | None, index_format: 
         found = "None" if scales is None else f"{scales.dtype} {scales.shape}"
         faults.append(f"scales are {found}, not {jnp.dtype(expected[1]).name} {expected[0]}")
     return faults
+
+
+def rows_in_page(width: int, values: Array, scales: Array | None, index_format: str) -> int:
+    """Rows of a page of the plane, whichever layout it has."""
+    if scales is not None and plane_layouts.in_lanes(width, values, scales, index_format):
+        return plane_layouts.rows_of(values, scales, index_format)
+    return values.shape[1]
+
+
+def logical_plane(width: int, values: Array, scales: Array | None, index_format: str) -> tuple[Array, Array | None]:
+    """The plane as logical rows; a copy where it is held as a TPU kernel reads it."""
+    if scales is not None and plane_layouts.in_lanes(width, values, scales, index_format):
+        return plane_layouts.from_lanes(values, scales, index_format)
+    return values, scales
 
 
 def quantized_query(

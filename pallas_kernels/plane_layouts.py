@@ -128,6 +128,11 @@ def in_lanes(width: int, values: Array, scales: Array | None, index_format: str)
     )
 
 
+def scale_dtype(index_format: str) -> type:
+    """dtype of the scales of an fp8 or fp4 plane."""
+    return jnp.float32 if index_format == "fp8" else jnp.uint8
+
+
 def rows_of(values: Array, scales: Array, index_format: str) -> int:
     """Rows of a page of a plane in the TPU layout."""
     if index_format == "fp8":

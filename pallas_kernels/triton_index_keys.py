@@ -43,9 +43,15 @@ def split_of(elements: Array, index_format: str) -> int:
 
 
 def split_query(operand: Array, split: int) -> Array:
-    """[N, Hi, I] to [split, N * Hi, I / split]: dimension `split * i + s` goes to part `s`, place `i`."""
+    """[N, Hi, I] to [N, split, Hi, I / split]: dimension `split * i + s` goes to part `s`, place `i`."""
     rows, heads, width = operand.shape
-    return operand.reshape(rows * heads, width // split, split).transpose(2, 0, 1)
+    return operand.reshape(rows, heads, width // split, split).transpose(0, 3, 1, 2)
+
+
+def stacked_query(operand: Array, split: int) -> Array:
+    """`split_query` with the heads of all rows in one axis: [split, N * Hi, I / split]."""
+    parts = split_query(operand, split).transpose(1, 0, 2, 3)
+    return parts.reshape(split, -1, parts.shape[-1])
 
 
 def e2m1_cuda(place: int) -> str:

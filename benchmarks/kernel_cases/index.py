@@ -13,6 +13,7 @@ from benchmarks.kernel_cases import Case
 from pallas_kernels.candidate_scores import candidate_scores
 from pallas_kernels.candidate_scores import triton as candidate_triton
 from pallas_kernels.index_key_write import index_key_write
+from pallas_kernels.index_key_write import triton as write_triton
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.index_scores import triton as scores_triton
 from pallas_kernels.select_candidates import select_candidates
@@ -253,6 +254,15 @@ def _write_cases(counts: list[int]) -> Iterator[Case]:
                 {name: functools.partial(call, implementation=name) for name in ("xla", "pallas")},
                 _different_bytes,
                 1e-4,
+                {
+                    f"config {each} {warps}": functools.partial(
+                        write_triton.index_key_write,
+                        epsilon=1e-20,
+                        index_format=index_format,
+                        config=write_triton.Config(each, warps),
+                    )
+                    for each, warps in ((1, 1), (2, 1), (4, 1), (8, 4))
+                },
                 in_place=(7, 8),
             )
 

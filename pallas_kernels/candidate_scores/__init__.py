@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import backend
-from pallas_kernels.candidate_scores import triton, xla
-from pallas_kernels.index_plane import plane_faults
+from pallas_kernels.candidate_scores import tpu, triton, xla
+from pallas_kernels.index_plane import logical_plane, plane_faults, rows_in_page
 from pallas_kernels.index_scores.triton import unsupported
 
 Array = jax.Array
@@ -49,24 +49,31 @@ def candidate_scores(
 
     Source: model specification, "Two-level candidates".
     """
-    faults = plane_faults(query.shape[-1], values, scales, index_format)
-    if values.ndim == 3 and values.shape[1] % block_size:
-        faults.append(f"a page of {values.shape[1]} rows does not hold whole blocks of {block_size}")
+    width = query.shape[-1]
+    faults = plane_faults(width, values, scales, index_format)
+    rows = rows_in_page(width, values, scales, index_format) if values.ndim == 3 else block_size
+    if rows % block_size:
+        faults.append(f"a page of {rows} rows does not hold whole blocks of {block_size}")
     if candidates.ndim != 2 or candidates.shape[0] != query.shape[0]:
         faults.append(f"candidates are {candidates.shape}, not [{query.shape[0]}, Nb]")
     if faults:
         raise ValueError("candidate_scores: " + "; ".join(faults))
-    problem = unsupported(query, values, index_format, quantize_query, score_dtype)
-    choice = backend.choose("candidate_scores", implementation, {"triton": backend.Candidate(problem)})
-    operands = (query, head_weights.astype(jnp.float32), visible, batch_ids, block_tables, values, scales, candidates)
+    shapes = (index_format, quantize_query, score_dtype)
+    choice = backend.choose(
+        "candidate_scores",
+        implementation,
+        {
+            "triton": backend.Candidate(unsupported(query, *shapes)),
+            "tpu": backend.Candidate(tpu.unsupported(query, values, scales, block_tables, block_size, *shapes)),
+        },
+    )
+    operands = (query, head_weights.astype(jnp.float32), visible, batch_ids, block_tables)
+    cut = {"block_size": block_size, "index_format": index_format}
+    if choice.implementation == "tpu":
+        return tpu.candidate_scores(*operands, values, scales, candidates, **cut, interpret=choice.interpret)
+    plane = logical_plane(width, values, scales, index_format)
     if choice.implementation == "triton":
-        return triton.candidate_scores(
-            *operands, block_size=block_size, index_format=index_format, interpret=choice.interpret
-        )
+        return triton.candidate_scores(*operands, *plane, candidates, **cut, interpret=choice.interpret)
     return xla.candidate_scores(
-        *operands,
-        block_size=block_size,
-        index_format=index_format,
-        quantize_query=quantize_query,
-        score_dtype=score_dtype,
+        *operands, *plane, candidates, **cut, quantize_query=quantize_query, score_dtype=score_dtype
     )

@@ -67,14 +67,14 @@ def candidate_scores(
     split = split_of(elements, index_format)
     rows_in_page = values.shape[1]
     plgpu = backend.triton()
-    heads, cuda = query.shape[1], packed_instructions()
+    cuda = packed_instructions()
 
     def kernel(query_ref, weights_ref, visible_ref, batch_ref, tables_ref, values_ref, scales_ref, list_ref, out_ref):
         row = pl.program_id(1)
         first = pl.program_id(0) * (config.keys * config.tiles)
         request = jnp.maximum(batch_ref[row], 0)
         bound = jnp.where(batch_ref[row] >= 0, visible_ref[row], 0)
-        queries = [query_ref[s, pl.ds(row * heads, heads), :] for s in range(split)]
+        queries = [query_ref[row, s] for s in range(split)]
         head_weights = weights_ref[row]
 
         def step(tile, carry):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.index_key_write import triton, xla
-from pallas_kernels.index_plane import plane_faults
+from pallas_kernels.index_key_write import tpu, triton, xla
+from pallas_kernels.index_plane import logical_plane, plane_faults
+from pallas_kernels.plane_layouts import in_lanes, to_lanes
 
 Array = jax.Array
 
@@ -57,9 +58,21 @@ def index_key_write(
         faults.append(f"{2 * cos.shape[-1]} rotated dimensions do not fit keys of width {keys.shape[-1]}")
     if faults:
         raise ValueError("index_key_write: " + "; ".join(faults))
-    problem = triton.unsupported(keys, index_format)
-    choice = backend.choose("index_key_write", implementation, {"triton": backend.Candidate(problem)})
-    operands = (keys, norm, cos, sin, requests, entries, block_tables, values, scales)
+    choice = backend.choose(
+        "index_key_write",
+        implementation,
+        {
+            "triton": backend.Candidate(triton.unsupported(keys, index_format)),
+            "tpu": backend.Candidate(tpu.unsupported(keys, values, scales, index_format)),
+        },
+    )
+    operands = (keys, norm, cos, sin, requests, entries, block_tables)
+    options = {"epsilon": epsilon, "index_format": index_format}
+    if choice.implementation == "tpu":
+        return tpu.index_key_write(*operands, values, scales, **options, interpret=choice.interpret)
+    plane = logical_plane(keys.shape[-1], values, scales, index_format)
     if choice.implementation == "triton":
-        return triton.index_key_write(*operands, epsilon=epsilon, index_format=index_format, interpret=choice.interpret)
-    return xla.index_key_write(*operands, epsilon=epsilon, index_format=index_format)
+        stored = triton.index_key_write(*operands, *plane, **options, interpret=choice.interpret)
+    else:
+        stored = xla.index_key_write(*operands, *plane, **options)
+    return to_lanes(*stored, index_format) if in_lanes(keys.shape[-1], values, scales, index_format) else stored

@@ -6,6 +6,8 @@ leave the plane's other rows alone: stores are masked and the plane is aliased.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,8 +26,18 @@ from v41jax.quantization import (
 
 Array = jax.Array
 
-KEYS = 4
-"""Keys of one program."""
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+      keys: keys of one program, a power of two.
+      num_warps: of one program.
+    """
+
+    keys: int = 4
+    num_warps: int = 4
 
 
 def unsupported(keys: Array, index_format: str) -> str | None:
@@ -101,16 +113,18 @@ def index_key_write(
     *,
     epsilon: float,
     index_format: str,
+    config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See the package's docstring; `unsupported` has been asked."""
+    config = config or Config()
     count, width = keys.shape
     if count == 0:
         return values, scales
     half = width // 2
     still = half - cos.shape[1]
     rows_in_page = values.shape[1]
-    padding = -count % KEYS
+    padding = -count % config.keys
     plgpu = backend.triton()
     requests = jnp.pad(requests, (0, padding), constant_values=-1)
     entries = jnp.pad(entries, (0, padding))
@@ -118,7 +132,7 @@ def index_key_write(
 
     def kernel(keys_ref, norm_ref, cos_ref, sin_ref, requests_ref, entries_ref, tables_ref, *planes):
         values_ref, scales_ref = planes[2:]
-        mine = pl.program_id(0) * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
+        mine = pl.program_id(0) * config.keys + jnp.arange(config.keys, dtype=jnp.int32)
         pair = jnp.arange(half, dtype=jnp.int32)
         request, entry = requests_ref[mine], entries_ref[mine]
         live = request >= 0
@@ -128,14 +142,14 @@ def index_key_write(
         page = jnp.where(live, page, values_ref.shape[0])
         offset = entry % rows_in_page
         row, place = mine[:, None], pair[None, :]
-        moves = jnp.broadcast_to(place >= still, (KEYS, half))
+        moves = jnp.broadcast_to(place >= still, (config.keys, half))
         angle = jnp.where(moves, place - still, 0)
         turn = jnp.where(moves, cos_ref[row, angle], 1.0), jnp.where(moves, sin_ref[row, angle], 0.0)
         norms = norm_ref[2 * pair], norm_ref[2 * pair + 1]
         halves = keys_ref[row, 2 * place], keys_ref[row, 2 * place + 1]
         whole = keys_ref[row, jnp.arange(width, dtype=jnp.int32)[None, :]]
         even, odd = _rotated_halves(whole, halves, norms, *turn, epsilon)
-        wanted = jnp.broadcast_to(live[:, None], (KEYS, half))
+        wanted = jnp.broadcast_to(live[:, None], (config.keys, half))
         page_row, offset_row = page[:, None], offset[:, None]
         if index_format == "fp8":
             low, high, scale = _encoded_fp8(even, odd)
@@ -152,8 +166,8 @@ def index_key_write(
     stored = backend.triton_call(
         kernel,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (values, scales)],
-        grid=((count + padding) // KEYS,),
-        num_warps=4,
+        grid=((count + padding) // config.keys,),
+        num_warps=config.num_warps,
         num_stages=1,
         interpret=interpret,
         name=f"index_key_write_{index_format}",

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import backend
-from pallas_kernels.index_plane import plane_faults
-from pallas_kernels.index_scores import triton, xla
+from pallas_kernels.index_plane import logical_plane, plane_faults
+from pallas_kernels.index_scores import tpu, triton, xla
 
 Array = jax.Array
 
@@ -41,7 +41,8 @@ def index_scores(
       block_tables: [R, P] int32 page ids; columns past a request's context hold any legal id.
       values: one owner's keys, [pages, rows, I] ("float": activation dtype; "fp8": uint8 E4M3 codes) or
         [pages, rows, I / 2] ("fp4": uint8, low nibble = even dimension).
-      scales: None ("float"), [pages, rows] float32 ("fp8"), [pages, rows, I / 32] uint8 E8M0 ("fp4").
+      scales: None ("float"), [pages, rows] float32 ("fp8"), [pages, rows, I / 32] uint8 E8M0 ("fp4"). A packed plane
+        may also be as `plane_layouts.to_lanes` gives it, which a TPU needs for pages of 64 rows.
       index_format: "float", "fp8" or "fp4".
       quantize_query: False takes the query as it is (no effect for "float", which has no grid).
       score_dtype: float32, or bfloat16 to round the dot, each product with a head weight and the sum, as the
@@ -61,11 +62,22 @@ def index_scores(
     faults = plane_faults(query.shape[-1], values, scales, index_format)
     if faults:
         raise ValueError("index_scores: " + "; ".join(faults))
-    problem = triton.unsupported(query, values, index_format, quantize_query, score_dtype)
-    choice = backend.choose("index_scores", implementation, {"triton": backend.Candidate(problem)})
-    operands = (query, head_weights.astype(jnp.float32), visible, batch_ids, block_tables, values, scales)
+    width = query.shape[-1]
+    shapes = (index_format, quantize_query, score_dtype)
+    choice = backend.choose(
+        "index_scores",
+        implementation,
+        {
+            "triton": backend.Candidate(triton.unsupported(query, *shapes)),
+            "tpu": backend.Candidate(tpu.unsupported(query, values, scales, *shapes)),
+        },
+    )
+    operands = (query, head_weights.astype(jnp.float32), visible, batch_ids, block_tables)
+    if choice.implementation == "tpu":
+        return tpu.index_scores(*operands, values, scales, index_format=index_format, interpret=choice.interpret)
+    plane = logical_plane(width, values, scales, index_format)
     if choice.implementation == "triton":
-        return triton.index_scores(*operands, index_format=index_format, interpret=choice.interpret)
+        return triton.index_scores(*operands, *plane, index_format=index_format, interpret=choice.interpret)
     return xla.index_scores(
-        *operands, index_format=index_format, quantize_query=quantize_query, score_dtype=score_dtype
+        *operands, *plane, index_format=index_format, quantize_query=quantize_query, score_dtype=score_dtype
     )

@@ -61,7 +61,10 @@ def unsupported(
         return "it needs the query on the plane's grid"
     if jnp.dtype(score_dtype) != jnp.float32:
         return f"its scores are float32, not {jnp.dtype(score_dtype).name}"
-    return tpu_index_keys.unsupported(query, values, scales, index_format)
+    heads, width = query.shape[1:]
+    if heads % 8:
+        return f"{heads} heads are not a multiple of 8"
+    return tpu_index_keys.unsupported_plane(width, values, scales, index_format)
 
 
 def pairs_of(batch_ids: Array, visible: Array, rows: int, together: int) -> tuple[Array, tuple[Array, ...]]:
@@ -107,7 +110,7 @@ def index_scores(
     """See the package's docstring; `unsupported` has been asked."""
     count, heads, width = query.shape
     requests, columns = block_tables.shape
-    plane = tpu_index_keys.plane_of(width, values, scales, index_format)
+    plane = tpu_index_keys.plane_of(width, values, scales, index_format, interpret)
     context = columns * plane.rows
     if count == 0 or requests == 0 or columns == 0:
         return jnp.full((count, context), -jnp.inf, jnp.float32)
@@ -179,7 +182,7 @@ def index_scores(
 
 
 def _kernel(config: Config, plane: tpu_index_keys.Plane, heads: int, chunks: int):
-    per_line, ahead = plane.pages_per_line, config.depth - 1
+    per_line = plane.pages_per_line
 
     def kernel(
         total_ref,
@@ -202,62 +205,21 @@ def _kernel(config: Config, plane: tpu_index_keys.Plane, heads: int, chunks: int
         consumed_ref,
     ):
         chunk, pair = pl.program_id(0), pl.program_id(1)
-        total = total_ref[0]
-        is_first = (chunk == 0) & (pair == 0)
 
-        def pages_seen(chunk, pair):
-            """Pages of this step, from the chunk's first; 0 where its rows see none of them."""
+        def lines(chunk, pair, table):
+            """The lines of a step that its rows see, from the chunk's first."""
             left = pl.cdiv(seen_ref[pair], plane.rows) - chunk * config.lines * per_line
-            return jnp.clip(left, 0, config.lines * per_line)
+            pages = jnp.clip(left, 0, config.lines * per_line)
+            # Past the last page seen there may be none: the last one again.
+            return tpu_index_keys.Lines(
+                pl.cdiv(pages, per_line),
+                lambda position, part: table[0, 0, jnp.minimum(position * per_line + part, pages - 1)],
+            )
 
-        def groups(pages):
-            return pl.cdiv(pages, config.group * per_line)
-
-        def group_copies(slot, page_at):
-            """Copies of the pages `page_at(line, part)` of one group."""
-            return [
-                copy
-                for line in range(config.group)
-                for part in range(per_line)
-                for copy in tpu_index_keys.copies(
-                    (values_ref, scales_ref), (values_buffer, scales_buffer), page_at(line, part), slot, line, part,
-                    semaphores,
-                )
-            ]  # fmt: skip
-
-        def start(table, group, pages, slot):
-            def page_at(line, part):
-                # Past the last page seen there may be none: the last one again.
-                place = jnp.minimum((group * config.group + line) * per_line + part, pages - 1)
-                return table[0, 0, place]
-
-            for copy in group_copies(slot, page_at):
-                copy.start()
-
-        def wait(slot):
-            for copy in group_copies(slot, lambda line, part: 0):
-                copy.wait()
-
-        pages = pages_seen(chunk, pair)
-        count = groups(pages)
-        wraps = pair + 1 >= total
+        wraps = pair + 1 >= total_ref[0]
         next_chunk = chunk + wraps.astype(jnp.int32)
-        next_pages = pages_seen(next_chunk, jnp.where(wraps, 0, pair + 1))
-        next_count = jnp.where(next_chunk < chunks, groups(next_pages), 0)
-
-        @pl.when(is_first)
-        def _():
-            consumed_ref[0] = 0
-            for group in range(ahead):
-
-                @pl.when(group < count)
-                def _(group=group):
-                    start(table_ref, group, pages, group)
-
-        base = consumed_ref[0]
-
-        def start_next(group):
-            start(next_table_ref, group, next_pages, lax.rem(base + count + group, config.depth))
+        following = lines(next_chunk, jnp.where(wraps, 0, pair + 1), next_table_ref)
+        following = dataclasses.replace(following, count=jnp.where(next_chunk < chunks, following.count, 0))
 
         @pl.when((pair == 0) | (block_ref[jnp.maximum(pair - 1, 0)] != block_ref[pair]))
         def _():
@@ -286,34 +248,21 @@ def _kernel(config: Config, plane: tpu_index_keys.Plane, heads: int, chunks: int
                     mine = (owners_ref[rows, :] == request) & (entries < bounds_ref[rows, :])
                     scores_ref[rows, lanes] = jnp.where(mine, scores, scores_ref[rows, lanes])
 
-        def step(group, carry):
-            slot = lax.rem(base + group, config.depth)
-            wait(slot)
-
-            @pl.when(group + ahead < count)
-            def _():
-                start(table_ref, group + ahead, pages, lax.rem(base + group + ahead, config.depth))
-
-            for early in range(ahead):
-
-                @pl.when((group == jnp.maximum(count - ahead + early, 0)) & (early < next_count))
-                def _(early=early):
-                    start_next(early)
-
+        def consume(group, slot):
             for line in range(config.group):
                 score(group, slot, line)
-            return carry
 
-        lax.fori_loop(0, count, step, 0)
-
-        @pl.when(count == 0)
-        def _():
-            for early in range(ahead):
-
-                @pl.when(early < next_count)
-                def _(early=early):
-                    start_next(early)
-
-        consumed_ref[0] = base + count
+        tpu_index_keys.stream(
+            plane,
+            config.group,
+            config.depth,
+            (values_ref, scales_ref),
+            (values_buffer, scales_buffer, semaphores),
+            consumed_ref,
+            lines(chunk, pair, table_ref),
+            following,
+            (chunk == 0) & (pair == 0),
+            consume,
+        )
 
     return kernel

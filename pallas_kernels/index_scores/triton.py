@@ -22,7 +22,14 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import backend
 from pallas_kernels.index_plane import float16_query
-from pallas_kernels.triton_index_keys import decoded_fp4, decoded_fp8, packed_view, split_of, split_query
+from pallas_kernels.triton_index_keys import (
+    decoded_fp4,
+    decoded_fp8,
+    packed_view,
+    split_of,
+    split_query,
+    stacked_query,
+)
 from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
@@ -73,9 +80,7 @@ def config_for(rows: int, requests: int, context: int) -> Config:
     return Config(rows=8, together=4, keys=64, tiles=16, num_warps=4, num_stages=2)
 
 
-def unsupported(
-    query: Array, values: Array, index_format: str, quantize_query: bool, score_dtype: DTypeLike
-) -> str | None:
+def unsupported(query: Array, index_format: str, quantize_query: bool, score_dtype: DTypeLike) -> str | None:
     """Why the kernel cannot run on these shapes, or None."""
     heads, width = query.shape[1:]
     if index_format not in ("fp8", "fp4"):
@@ -131,8 +136,8 @@ def index_scores(
         interpret=interpret,
         name=f"index_scores_{index_format}",
     )(
-        split_query(pad(operand, 0), split),
-        pad(weights, 0).reshape(-1),
+        (split_query if config.together == 1 else stacked_query)(pad(operand, 0), split),
+        pad(weights, 0) if config.together == 1 else pad(weights, 0).reshape(-1),
         pad(jnp.where(batch_ids >= 0, visible, 0), 0),
         pad(batch_ids, -1),
         block_tables,
@@ -145,6 +150,14 @@ def _kernel(config: Config, context: int, rows: int, heads: int, rows_in_page: i
     plgpu = backend.triton()
     one_page = rows_in_page % config.keys == 0
     cuda = packed_instructions()
+    # Rows on their own stay scalars: this is the form whose decode times are the best measured.
+    single = config.together == 1
+
+    def largest(x):
+        return x if single else jnp.max(x)
+
+    def smallest(x):
+        return x if single else jnp.min(x)
 
     def load_tile(values_ref, scales_ref, tables_ref, request, start):
         """Decoded parts of keys `start ..` of a request, and their row scale [keys]."""
@@ -165,17 +178,26 @@ def _kernel(config: Config, context: int, rows: int, heads: int, rows_in_page: i
         first_key = pl.program_id(0) * (config.keys * config.tiles)
         tiles = jnp.minimum(config.tiles, pl.cdiv(context - first_key, config.keys))
         stacks = [(first_row + first, size) for first, size in config.stacks()]
-        bounds = [visible_ref[pl.ds(row, size)] for row, size in stacks]
-        owners = [batch_ref[pl.ds(row, size)] for row, size in stacks]
-        columns = [pl.ds(row * heads, size * heads) for row, size in stacks]
-        queries = [[query_ref[s, place, :] for s in range(split)] for place in columns]
-        weights = [weights_ref[place] for place in columns]
+        rows_of = [row if single else pl.ds(row, size) for row, size in stacks]
+        bounds = [visible_ref[place] for place in rows_of]
+        owners = [batch_ref[place] for place in rows_of]
+        if single:
+            queries = [[query_ref[row, s] for s in range(split)] for row in rows_of]
+            weights = [weights_ref[row] for row in rows_of]
+        else:
+            columns = [pl.ds(row * heads, size * heads) for row, size in stacks]
+            queries = [[query_ref[s, place, :] for s in range(split)] for place in columns]
+            weights = [weights_ref[place] for place in columns]
 
         def store(stack, tile, scores, wanted):
             row, size = stacks[stack]
             start = first_key + tile * config.keys
-            inside = (start + jnp.arange(config.keys) < context)[None, :]
-            mask = inside & (wanted & (row + jnp.arange(size) < rows))[:, None]
+            inside = start + jnp.arange(config.keys) < context
+            if single:
+                mask = inside & wanted & (row < rows)
+                plgpu.store(scores_ref.at[row, pl.ds(start, config.keys)], scores, mask=mask)
+                return
+            mask = inside[None, :] & (wanted & (row + jnp.arange(size) < rows))[:, None]
             plgpu.store(scores_ref.at[pl.ds(row, size), pl.ds(start, config.keys)], scores, mask=mask)
 
         def each_tile(start, stop, step):
@@ -187,33 +209,38 @@ def _kernel(config: Config, context: int, rows: int, heads: int, rows_in_page: i
 
         def leave(tile, wanted):
             for stack, (_, size) in enumerate(stacks):
-                empty = jnp.full((size, config.keys), -jnp.inf, jnp.float32)
+                empty = jnp.full((config.keys,) if single else (size, config.keys), -jnp.inf, jnp.float32)
                 store(stack, tile, empty, wanted(owners[stack]))
 
         def score(tile, request):
             start = first_key + tile * config.keys
             keys, row_scale = load_tile(values_ref, scales_ref, tables_ref, request, start)
-            entries = start + jnp.arange(config.keys, dtype=jnp.int32)
             for stack, (_, size) in enumerate(stacks):
                 dots = [jnp.dot(k, q.T, preferred_element_type=jnp.float32) for k, q in zip(keys, queries[stack])]
                 terms = jnp.maximum(sum(dots[1:], dots[0]), 0) * weights[stack][None, :]
+                if single:
+                    scores = jnp.sum(terms, axis=1) * row_scale
+                    seen = start + jnp.arange(config.keys) < bounds[stack]
+                    store(stack, tile, jnp.where(seen, scores, -jnp.inf), owners[stack] == request)
+                    continue
                 scores = jnp.sum(terms.reshape(config.keys, size, heads), axis=2) * row_scale[:, None]
-                seen = entries[:, None] < bounds[stack][None, :]
+                seen = (start + jnp.arange(config.keys))[:, None] < bounds[stack][None, :]
                 store(stack, tile, jnp.where(seen, scores, -jnp.inf).T, owners[stack] == request)
 
         def request_step(request, carry):
-            bound = functools.reduce(
-                jnp.maximum, [jnp.max(jnp.where(owner == request, b, 0)) for owner, b in zip(owners, bounds)]
-            )
+            mine = [largest(jnp.where(owner == request, b, 0)) for owner, b in zip(owners, bounds)]
+            bound = functools.reduce(jnp.maximum, mine, jnp.int32(0))
             seen = jnp.clip(pl.cdiv(bound - first_key, config.keys), 0, tiles)
             each_tile(0, seen, lambda tile: score(tile, request))
             each_tile(seen, tiles, lambda tile: leave(tile, lambda owner: owner == request))
             return carry
 
-        first = functools.reduce(jnp.minimum, [jnp.min(jnp.where(owner >= 0, owner, 2**31 - 1)) for owner in owners])
-        last = functools.reduce(jnp.maximum, [jnp.max(owner) for owner in owners])
+        first, last = jnp.int32(2**31 - 1), jnp.int32(-1)
+        for owner in owners:
+            first = jnp.minimum(first, smallest(jnp.where(owner >= 0, owner, 2**31 - 1)))
+            last = jnp.maximum(last, largest(owner))
         lax.fori_loop(first, last + 1, request_step, None)
-        padded = functools.reduce(jnp.minimum, [jnp.min(owner) for owner in owners]) < 0
+        padded = functools.reduce(jnp.minimum, [smallest(owner) for owner in owners]) < 0
         each_tile(0, jnp.where(padded, tiles, 0), lambda tile: leave(tile, lambda owner: owner < 0))
 
     return kernel

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.select_candidates import triton, xla
+from pallas_kernels.select_candidates import tpu, triton, xla
+from pallas_kernels.select_topk.tpu import LEAST_PREFERRED
 
 Array = jax.Array
 
@@ -42,8 +43,16 @@ def select_candidates(
         faults.append(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
     if faults:
         raise ValueError("select_candidates: " + "; ".join(faults))
-    problem = triton.unsupported(*scores.shape, num_blocks, block_size)
-    choice = backend.choose("select_candidates", implementation, {"triton": backend.Candidate(problem)})
-    if choice.implementation == "triton":
-        return triton.select_candidates(scores, visible, num_blocks, block_size, interpret=choice.interpret)
-    return xla.select_candidates(scores, visible, num_blocks, block_size)
+    width = scores.shape[1]
+    choice = backend.choose(
+        "select_candidates",
+        implementation,
+        {
+            "triton": backend.Candidate(triton.unsupported(*scores.shape, num_blocks, block_size)),
+            "tpu": backend.Candidate(tpu.unsupported(width, num_blocks, block_size), width >= LEAST_PREFERRED),
+        },
+    )
+    if choice.implementation == "xla":
+        return xla.select_candidates(scores, visible, num_blocks, block_size)
+    kernel = tpu if choice.implementation == "tpu" else triton
+    return kernel.select_candidates(scores, visible, num_blocks, block_size, interpret=choice.interpret)

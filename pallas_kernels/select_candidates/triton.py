@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
+from pallas_kernels.order_keys import LARGEST, LOWEST, PINNED, order_key
 from pallas_kernels.select_topk.triton import (
-    LOWEST,
     MOST_CAPACITY,
     Config,
     config_for,
@@ -19,17 +19,11 @@ from pallas_kernels.select_topk.triton import (
     level_sizes,
     load_row,
     next_power_of_two,
-    order_key,
     pick_down,
     too_many_levels,
 )
 
 Array = jax.Array
-
-PINNED = 2**31 - 2
-"""Key of the newest block; one more must still be an int32."""
-LARGEST = 0x7F7FFFFF
-"""Key of the largest finite float32: no score, an infinite one included, ties with the pinned block."""
 
 
 def unsupported(rows: int, width: int, num_blocks: int, block_size: int) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.select_topk import triton, xla
+from pallas_kernels.select_topk import tpu, triton, xla
 
 Array = jax.Array
 
@@ -53,9 +53,16 @@ def select_topk(
         faults.append(f"scores are {scores.shape} for candidates {candidates.shape} of {block_size} entries")
     if faults:
         raise ValueError("select_topk: " + "; ".join(faults))
-    problem = triton.unsupported(*scores.shape, k)
-    choice = backend.choose("select_topk", implementation, {"triton": backend.Candidate(problem)})
+    choice = backend.choose(
+        "select_topk",
+        implementation,
+        {
+            "triton": backend.Candidate(triton.unsupported(*scores.shape, k)),
+            "tpu": backend.Candidate(tpu.unsupported(scores.shape[1], k), scores.shape[1] >= tpu.LEAST_PREFERRED),
+        },
+    )
     selection = {"candidates": candidates, "block_size": block_size}
-    if choice.implementation == "triton":
-        return triton.select_topk(scores, visible, k, **selection, interpret=choice.interpret)
-    return xla.select_topk(scores, visible, k, **selection)
+    if choice.implementation == "xla":
+        return xla.select_topk(scores, visible, k, **selection)
+    kernel = tpu if choice.implementation == "tpu" else triton
+    return kernel.select_topk(scores, visible, k, **selection, interpret=choice.interpret)

@@ -20,18 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
+from pallas_kernels.order_keys import LOWEST, next_pivot, order_key
 
 Array = jax.Array
 
-LOWEST = -(2**31)
-"""Key of what is never selected; every selectable score has a larger one."""
-INFINITY = 0x7F800000
-MINUS_INFINITY = LOWEST + 0x7FFFFF
-"""Keys of the infinities; those of NaN lie outside."""
 MOST_CAPACITY = 16_384
 """Keys of one program: beyond this they no longer fit its registers."""
-VALUE_STEPS = 16
-"""Bisections between float values before those between keys, which always end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,21 +72,6 @@ def next_power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
-def order_key(scores: Array, seen: Array) -> Array:
-    """float32 scores to int32 keys of the same order; -0.0 equals +0.0; NaN, -inf and what is not seen are `LOWEST`.
-
-    By bits, because a comparison may take subnormal numbers for zeros.
-    """
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = jnp.where(key == -1, 0, key)
-    return jnp.where(seen & (key > MINUS_INFINITY) & (key <= INFINITY), key, LOWEST)
-
-
-def _value(key: Array) -> Array:
-    return lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
-
-
 def pick(keys: Array, k: int) -> tuple[Array, Array, Array]:
     """The best `k` of 1-D `keys`, ties to the smaller place.
 
@@ -109,9 +88,7 @@ def pick(keys: Array, k: int) -> tuple[Array, Array, Array]:
 
     def bisect(state: tuple) -> tuple:
         step, low, high, at_low, at_high = state
-        middle_key = (low & high) + ((low ^ high) >> 1)
-        middle_value = order_key(0.5 * _value(low) + 0.5 * _value(high), True)
-        pivot = jnp.clip(jnp.where(step < VALUE_STEPS, middle_value, middle_key), low + 1, high - 1)
+        pivot = next_pivot(step, low, high)
         count = jnp.sum((keys >= pivot).astype(jnp.int32))
         enough = count >= wanted
         return (

@@ -13,10 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import plane_layouts
+from pallas_kernels.candidate_scores import tpu as candidate_tpu
 from pallas_kernels.candidate_scores import triton as candidate_triton
+from pallas_kernels.index_key_write import tpu as write_tpu
 from pallas_kernels.index_key_write import triton as write_triton
+from pallas_kernels.index_scores import tpu as scores_tpu
 from pallas_kernels.index_scores import triton as scores_triton
+from pallas_kernels.select_candidates import tpu as blocks_tpu
 from pallas_kernels.select_candidates import triton as blocks_triton
+from pallas_kernels.select_topk import tpu as topk_tpu
 from pallas_kernels.select_topk import triton as topk_triton
 
 HEADS, WIDTH, PAGE_ROWS = 32, 128, 128
@@ -32,12 +38,14 @@ class Build:
       function: of the arguments, not in interpret mode.
       arguments: shape structs.
       pools: shapes that no copy in the program may have.
+      donated: positions of arguments that are written in place.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple
     pools: tuple[tuple[int, ...], ...] = ()
+    donated: tuple[int, ...] = ()
 
 
 def shape(dimensions: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -50,6 +58,12 @@ def plane(index_format: str, rows: int = PAGE_ROWS, pages: int = PAGES) -> tuple
     if index_format == "fp8":
         return shape((pages, rows, WIDTH), jnp.uint8), shape((pages, rows), jnp.float32)
     return shape((pages, rows, WIDTH // 2), jnp.uint8), shape((pages, rows, WIDTH // 32), jnp.uint8)
+
+
+def lanes_plane(index_format: str, rows: int) -> tuple:
+    """values and scales of one owner in the TPU layout."""
+    values, scales = plane_layouts.lanes_shapes(PAGES, rows, WIDTH, index_format)
+    return shape(values, jnp.uint8), shape(scales, plane_layouts.scale_dtype(index_format))
 
 
 def scorer_arguments(
@@ -113,5 +127,50 @@ def gpu_builds() -> Iterator[Build]:
     yield Build(
         "select_candidates 2048 of 64 x 131072",
         lambda scores, visible: blocks_triton.select_candidates(scores, visible, 2048, 8),
+        (shape((64, 131_072), jnp.float32), shape((64,), jnp.int32)),
+    )
+
+
+def tpu_builds() -> Iterator[Build]:
+    """Every Mosaic kernel of the index operations; pages of 64 rows are in the TPU layout."""
+    for index_format in ("fp8", "fp4"):
+        for rows, requests, page_rows in ((64, 64, 128), (64, 64, 64), (4096, 1, 128)):
+            planes = plane(index_format) if page_rows == PAGE_ROWS else lanes_plane(index_format, page_rows)
+            yield Build(
+                f"index_scores {index_format} {rows} rows, pages of {page_rows}",
+                functools.partial(scores_tpu.index_scores, index_format=index_format),
+                (*scorer_arguments(rows, requests, index_format)[:-2], *planes),
+                tuple(x.shape for x in planes),
+            )
+        planes = plane(index_format)
+        yield Build(
+            f"candidate_scores {index_format} 64 rows",
+            functools.partial(candidate_tpu.candidate_scores, block_size=8, index_format=index_format),
+            (*scorer_arguments(64, 64, index_format), shape((64, 2048), jnp.int32)),
+            tuple(x.shape for x in planes),
+        )
+        for page_rows in (128, 64):
+            planes = plane(index_format) if page_rows == PAGE_ROWS else lanes_plane(index_format, page_rows)
+            yield Build(
+                f"index_key_write {index_format} 4096 keys, pages of {page_rows}",
+                functools.partial(write_tpu.index_key_write, epsilon=1e-20, index_format=index_format),
+                (*write_arguments(4096, index_format)[:-2], *planes),
+                tuple(x.shape for x in planes),
+                (7, 8),
+            )
+    for rows, width in ((64, 65_536), (1, 1_048_576)):
+        yield Build(
+            f"select_topk 512 of {rows} x {width}",
+            lambda scores, visible: topk_tpu.select_topk(scores, visible, 512, candidates=None, block_size=None),
+            (shape((rows, width), jnp.float32), shape((rows,), jnp.int32)),
+        )
+    yield Build(
+        "select_topk 512 of 64 x 2048 blocks",
+        lambda scores, visible, blocks: topk_tpu.select_topk(scores, visible, 512, candidates=blocks, block_size=8),
+        (shape((64, 16_384), jnp.float32), shape((64,), jnp.int32), shape((64, 2048), jnp.int32)),
+    )
+    yield Build(
+        "select_candidates 2048 of 64 x 131072",
+        lambda scores, visible: blocks_tpu.select_candidates(scores, visible, 2048, 8),
         (shape((64, 131_072), jnp.float32), shape((64,), jnp.int32)),
     )

@@ -1,12 +1,19 @@
 """Every implementation of `index_scores` against the float64 oracle, on ragged rows with poisoned unused memory."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import backend, triton_index_keys
-from pallas_kernels.index_scores import index_scores, triton, xla
+from pallas_kernels.index_scores import index_scores, tpu, triton, xla
+from pallas_kernels.plane_layouts import to_lanes
 from tests.pallas_kernels.index_oracle import decode_plane, index_case, scores_oracle
+from tests.pallas_kernels.tpu_modes import interpretation
 
 FORMATS = ("float", "fp8", "fp4")
 
@@ -21,26 +28,81 @@ def assert_scores(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("index_format", FORMATS)
-@pytest.mark.parametrize(("rows", "requests"), [(1, 1), (7, 5), (40, 3)])
+@pytest.mark.parametrize(("rows", "requests"), [(7, 5), (40, 3)], ids=["decode", "prefill"])
 def test_scores_equal_the_oracle_whatever_lies_past_the_bounds(index_format, rows, requests):
     case = index_case(rows, index_format=index_format, rows=rows, requests=requests, columns=3, padding=rows > 1)
     assert_scores(index_scores(*case.arrays, index_format=index_format), scores_oracle(case))
 
 
-@pytest.mark.parametrize("index_format", ["fp8", "fp4"])
 @pytest.mark.parametrize(
-    ("rows", "requests", "config"),
+    ("index_format", "rows", "requests", "config"),
     [
-        (7, 5, triton.Config(1, 1, 16, 2, 4, 2)),
-        (11, 3, triton.Config(6, 4, 32, 1, 4, 2)),
-        (9, 1, triton.Config(8, 4, 16, 3, 4, 2)),
+        ("fp8", 7, 5, triton.Config(1, 1, 16, 2, 4, 2)),
+        ("fp8", 9, 1, triton.Config(8, 4, 16, 3, 4, 2)),
+        ("fp4", 11, 3, triton.Config(6, 4, 32, 1, 4, 2)),
     ],
-    ids=["a row a program, tiles in a page", "rows of several requests, tiles over pages", "a group of one request"],
+    ids=["a row a program, tiles in a page", "a group of one request", "rows of several requests, tiles over pages"],
 )
 def test_the_gpu_kernel_equals_the_oracle(index_format, rows, requests, config):
     case = index_case(rows, index_format=index_format, rows=rows, requests=requests, columns=3, heads=16)
     found = triton.index_scores(*case.arrays, index_format=index_format, config=config, interpret=True)
     assert_scores(found, scores_oracle(case))
+
+
+@pytest.mark.parametrize(
+    ("mode", "index_format", "rows_in_page", "together"),
+    [
+        ("generic", "fp8", 128, 1),
+        ("generic", "fp4", 64, 8),
+        ("simulated", "fp8", 64, 8),
+        ("simulated", "fp4", 128, 1),
+    ],
+)
+def test_the_tpu_kernel_equals_the_oracle(mode, index_format, rows_in_page, together):
+    shape = {"rows": 11, "requests": 3, "columns": 5, "heads": 8, "width": 128}
+    case = index_case(3, index_format=index_format, rows_in_page=rows_in_page, **shape)
+    *operands, values, scales = case.arrays
+    plane = (values, scales) if rows_in_page == 128 else to_lanes(values, scales, index_format)
+    config = tpu.Config(rows=8, together=together, lines=2, group=1, depth=3)
+    with interpretation(mode) as interpret:
+        run = functools.partial(tpu.index_scores, index_format=index_format, config=config, interpret=interpret)
+        found = jax.block_until_ready(jax.jit(run)(*operands, *plane))
+    assert_scores(found, scores_oracle(case))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 50)), min_size=16, max_size=16))
+def test_every_block_and_request_that_meet_are_one_pair(rows):
+    owners, bounds = (np.asarray(x, np.int32) for x in zip(*rows))
+    count, (block, request, seen, stacks) = tpu.pairs_of(jnp.asarray(owners), jnp.asarray(bounds), 8, 2)
+    # Past the count there is padding; a block without rows of its own has one pair that holds no row.
+    blocks = [int(b) for b in block[: int(count[0])]]
+    listed = [tuple(map(int, pair)) for pair in zip(blocks, request, seen, stacks)]
+    live = [pair for pair in listed if pair[3]]
+    found = {pair[:2]: pair[2:] for pair in live}
+    expected = {}
+    for row, (owner, bound) in enumerate(rows):
+        if owner >= 0:
+            seen_before, mask = expected.get((row // 8, owner), (0, 0))
+            expected[row // 8, owner] = max(seen_before, bound), mask | 1 << (row % 8 // 2)
+    assert found == expected and len(live) == len(expected)
+    assert sorted(blocks) == blocks and set(blocks) == {0, 1} and len(blocks) - len(expected) <= 2
+
+
+def test_a_plane_in_the_tpu_layout_scores_the_same_everywhere():
+    case = index_case(3, index_format="fp8", rows=4, requests=2, columns=2, rows_in_page=64, width=128)
+    *operands, values, scales = case.arrays
+    found = index_scores(*operands, *to_lanes(values, scales, "fp8"), index_format="fp8")
+    assert_scores(found, scores_oracle(case))
+
+
+def test_a_tpu_reports_which_planes_it_would_have_to_copy():
+    case = index_case(3, index_format="fp4", rows=4, requests=2, columns=2, rows_in_page=64, heads=8, width=128)
+    backend.clear_report()
+    with backend.use_target(backend.Target("tpu", "v6e")):
+        index_scores(*case.arrays, index_format="fp4")
+    (line,) = backend.report()["index_scores"]
+    assert line == "xla (pages of 64 logical rows would be copied; hold the plane as plane_layouts.to_lanes gives it)"
 
 
 def test_the_gpu_kernel_reads_fp8_planes_past_32_bit_offsets_as_16_bit_elements(monkeypatch):
@@ -79,7 +141,7 @@ def test_auto_reports_why_it_takes_xla():
     assert backend.report() == {"index_scores": ("xla (it reads fp8 and fp4 planes, not float)",)}
 
 
-@pytest.mark.parametrize("index_format", FORMATS)
+@pytest.mark.parametrize("index_format", ["fp8"])
 def test_a_tile_walks_long_contexts_in_chunks(index_format, monkeypatch):
     monkeypatch.setattr(xla, "CHUNK_KEYS", 32)
     monkeypatch.setattr(xla, "TILE_ROWS", 8)

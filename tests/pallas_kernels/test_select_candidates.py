@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.select_candidates import select_candidates, triton
+from pallas_kernels.select_candidates import select_candidates, tpu, triton
 from pallas_kernels.select_topk.triton import Config
 from tests.pallas_kernels.index_oracle import candidates_oracle
 from tests.pallas_kernels.selection_cases import KINDS, score_rows
@@ -37,6 +37,18 @@ def test_the_gpu_kernel_equals_the_stable_oracle(kind, width, num_blocks, block_
     scores, visible = score_rows(kind, 4, width, seed=3)
     found = gpu_selection(scores, visible, num_blocks, block_size, config)
     np.testing.assert_array_equal(found, candidates_oracle(scores, visible, num_blocks, block_size))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def tpu_selection(scores, visible, num_blocks, block_size):
+    return tpu.select_candidates(scores, visible, num_blocks, block_size, interpret=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tpu_kernel_equals_the_stable_oracle(kind):
+    scores, visible = score_rows(kind, 3, 700, seed=3)
+    found = tpu_selection(scores, visible, 20, 8)
+    np.testing.assert_array_equal(found, candidates_oracle(scores, visible, 20, 8))
 
 
 def test_the_newest_block_is_kept_even_when_it_is_the_worst():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.triton_index_keys import decoded_fp4, e2m1_cuda, packed_view, split_of, split_query
+from pallas_kernels.triton_index_keys import decoded_fp4, e2m1_cuda, packed_view, split_of, stacked_query
 from tests.pallas_kernels import ptx
 from tests.pallas_kernels.index_oracle import E2M1, decode_plane
 
@@ -26,7 +26,7 @@ def test_rows_decode_to_their_values_in_the_order_of_the_split_query():
     words = packed_view(jnp.asarray(values), "fp4")
     parts, row_scale = jax.jit(decoded_fp4, static_argnums=2)(words[0], jnp.asarray(scales[0]), False)
     rows = np.stack([np.asarray(part, np.float64) for part in parts]) * np.asarray(row_scale, np.float64)[:, None]
-    expected = split_query(decode_plane(values, scales, "fp4")[0][:, None], split_of(words, "fp4"))
+    expected = stacked_query(decode_plane(values, scales, "fp4")[0][:, None], split_of(words, "fp4"))
     # What float16 cannot hold beside the row's largest group is lost, nothing else.
     peak = np.abs(expected).max((0, 2), keepdims=True)
     assert np.abs(rows - expected).max(initial=0, where=row_scale[:, None] > 0) <= 2.0**-26 * peak.max()
