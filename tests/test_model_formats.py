@@ -64,7 +64,7 @@ def test_every_row_of_a_quantized_run_departs_from_the_reference_by_a_flip_or_no
     probe = FlipProbe()
     with Checkpoint.open(directory(name)) as checkpoint, ReferenceModel(checkpoint, probe=probe) as exact:
         flips = explain(probe, lambda stop: exact.forward(ids[:stop], record=False).logits, logits, flips_per_row=2)
-    assert len(flips) < 8
+    assert len(flips) <= 3 + len(ids) // 32
 
 
 @pytest.mark.parametrize("name", ["odd", "encoder-only"])
