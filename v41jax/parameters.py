@@ -68,7 +68,7 @@ class Parameters(NamedTuple):
     Attributes:
       embed: [V, D] bfloat16.
       norm: [D] bfloat16.
-      head: [V, D] bfloat16.
+      head: [V, D] bfloat16; dequantized weights have it in the activation dtype, so that no step widens it.
       plain: RoPE table of ratio-0 layers, [max_model_len, dr / 2] float32.
       yarn: RoPE table of the other layers.
       runs: weights of each `Run` of `plan_runs`, stacked on a leading axis.
@@ -325,7 +325,7 @@ def parameter_leaves(
     return Parameters(
         embed=leaves.plain("embed.weight"),
         norm=leaves.plain("norm.weight"),
-        head=leaves.plain("head.weight"),
+        head=leaf_of(describe("head.weight")[0], leaves.wide_dtype, ("head.weight",)),
         plain=_table_leaves(plain_frequencies(text.rope_theta, text.qk_rope_head_dim), max_model_len),
         yarn=_table_leaves(yarn_frequencies(text), max_model_len),
         runs=tuple(stacked),
