@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -282,8 +283,8 @@ def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
         faults.append(f"long_prefill_token_threshold {cap} must be 0 or an even number from {page} to {length}")
     if config.max_num_seqs < 1:
         faults.append(f"max_num_seqs {config.max_num_seqs} must be at least 1")
-    if config.admission_delay_factor < 0:
-        faults.append(f"admission_delay_factor {config.admission_delay_factor} must not be negative")
+    if not 0 <= config.admission_delay_factor < math.inf:
+        faults.append(f"admission_delay_factor {config.admission_delay_factor} must be a finite number from 0")
     buckets = config.decode_buckets
     if any(bucket < 1 for bucket in buckets) or list(buckets) != sorted(set(buckets)):
         faults.append(f"decode_buckets {list(buckets)} must be ascending positive integers")

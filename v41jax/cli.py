@@ -12,6 +12,9 @@ import typer
 
 from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
 
+_UsageError = typer.BadParameter.__bases__[0]
+"""Any error of arguments; typer has it under a public name only by its subclass."""
+
 app = typer.Typer(
     name="v41jax",
     help="DeepSeek-V4.1 in JAX: serve it, compare it with its reference, take it apart.",
@@ -42,8 +45,17 @@ def fault_lines(error: Exception) -> list[str]:
 def main() -> None:
     """Runs the command line and exits."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        # Without arguments help was printed and nothing is left to say.
+        message = " ".join(error.format_message().split())
+        if message:
+            print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
     except (ValueError, OSError) as error:
         for line in fault_lines(error):
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
+    sys.exit(code or 0)
