@@ -40,6 +40,18 @@ def _from_bytes(data: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     return lax.bitcast_convert_type(parts, dtype)
 
 
+def _write(plane: Array, index: tuple[Array | slice, ...], data: Array, shape: tuple[int, ...]) -> Array:
+    """`plane` with entries replaced by [n, bytes] uint8, bit for bit."""
+    dtype = plane.dtype
+    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        # XLA's CPU scatter widens bfloat16, which quiets NaNs; as integers nothing is touched.
+        bits = lax.bitcast_convert_type(plane, jnp.uint16)
+        return lax.bitcast_convert_type(_write(bits, index, data, shape), dtype)
+    rows = _from_bytes(data, shape, dtype)
+    axis = len(index) - 1
+    return plane.at[index].set(jnp.moveaxis(rows, 0, axis), mode="drop")
+
+
 def page_planes(pools: Pools) -> list[Array]:
     """Page planes in transfer order: main rows of every owner, then each owner's index values and scales."""
     planes = list(pools.main)
@@ -84,8 +96,7 @@ def scatter_pages(pools: Pools, pages: Array, data: Array) -> Pools:
     planes, offset = [], 0
     for plane in page_planes(pools):
         size = plane.dtype.itemsize * int(np.prod(plane.shape[1:]))
-        rows = _from_bytes(data[:, offset : offset + size], plane.shape[1:], plane.dtype)
-        planes.append(plane.at[pages].set(rows, mode="drop"))
+        planes.append(_write(plane, (pages,), data[:, offset : offset + size], plane.shape[1:]))
         offset += size
     return _replaced(pools, planes)
 
@@ -101,8 +112,10 @@ def gather_images(images: Images, rows: Array) -> tuple[Array, Array]:
 def scatter_images(images: Images, rows: Array, window: Array, cursor: Array) -> Images:
     """Overwrites STATE images (donated); arguments as `gather_images` gives them, masked rows as for pages."""
     layers, _, *rest = images.window.shape
-    values = jnp.moveaxis(_from_bytes(window, (layers, *rest), images.window.dtype), 0, 1)
-    return Images(images.window.at[:, rows].set(values, mode="drop"), images.cursor.at[rows].set(cursor, mode="drop"))
+    return Images(
+        _write(images.window, (slice(None), rows), window, (layers, *rest)),
+        images.cursor.at[rows].set(cursor, mode="drop"),
+    )
 
 
 class DevicePages:
