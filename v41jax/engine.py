@@ -29,6 +29,10 @@ from scheduler.runtime_config import EngineConfig, validate_runtime_config
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, RequestOutput, SamplingParams
 from scheduler.sequence import Sequence as RequestSequence
+from scheduler.tiers.build import open_store
+from scheduler.tiers.layout import TransferLayout
+from scheduler.tiers.page_tiers import PageTiers
+from v41jax.cache_identity import cache_identity
 from v41jax.config import ModelConfig
 from v41jax.detokenizer import Detokenizer
 from v41jax.engine_core import EngineCore, TokenScore
@@ -41,6 +45,7 @@ from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
 from v41jax.logit_edits import TokenConstraint
 from v41jax.memory_budget import PoolBudget, plan_pools
 from v41jax.model import ModelSetup
+from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
@@ -283,6 +288,10 @@ class Engine:
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
             if warm_up:
                 runner.warm_up(buckets.shapes(scheduler.decoder_replay), images=sees)
+            if config.uses_tiers:
+                tiers = _open_tiers(config, runner, checkpoint, lookup)
+                resources.append(tiers)
+                scheduler.attach(tiers)
             has_tokenizer = (directory / "tokenizer.json").is_file()
             tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
             images = None
@@ -548,8 +557,34 @@ class Engine:
             **{f"computed_{name}_rows": count for name, count in self.core.computed_rows._asdict().items()},
             **host,
             **({} if self.core.images is None else self.core.images.statistics()),
+            **({} if self.core.scheduler.tiers is None else self.core.scheduler.tiers.statistics()),
         }
+
+    def get_kv_transfer_tensors(self) -> dict[str, Any]:
+        """The bytes of a page unit, plane by plane in transfer order, and of a STATE image where images are kept."""
+        layout = TransferLayout.of(self.core.runner.setup.geometry)
+        return layout.published(self.core.scheduler.manager.images is not None)
 
     def summary(self) -> dict[str, Any]:
         """What was built: device, memory, buckets, compile times."""
         return {**self.core.runner.summary(), **dataclasses.asdict(self.budget)}
+
+
+def _open_tiers(
+    config: EngineConfig, runner: ModelRunner, checkpoint: Checkpoint, lookup: EngramLookup | None
+) -> PageTiers:
+    """The tiers of the options, tied to a runner's pages; every transfer is compiled."""
+    geometry = runner.setup.geometry
+    memory = DevicePages(runner, geometry)
+    identity = cache_identity(config, geometry, checkpoint, lookup)
+    memory.warm_up(images=not config.encoder_swa_bounded_replay)
+    store = open_store(config, memory.layout, identity)
+    assert store is not None
+    return PageTiers(
+        store,
+        memory.layout,
+        identity,
+        memory,
+        block_size=geometry.block_size,
+        timeout_s=config.cache_fetch_timeout,
+    )

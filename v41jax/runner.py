@@ -268,6 +268,15 @@ class ModelRunner:
         """Puts other contents in place (tests poison memory with it)."""
         self._pools = pools
 
+    @property
+    def images(self) -> Images:
+        """The live STATE images; as `pools`."""
+        return self._images
+
+    def replace_images(self, images: Images) -> None:
+        """Puts other contents in place."""
+        self._images = images
+
     # Compilation ---------------------------------------------------------------------------------------------
 
     def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False) -> None:
