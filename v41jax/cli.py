@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
+from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, plan, serve
 
 app = typer.Typer(
     name="v41jax",
@@ -23,6 +23,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
 app.command("logits")(logits.logits)
+app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 bench.command("serve")(bench_serve.serve)
