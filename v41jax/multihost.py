@@ -161,6 +161,10 @@ class _Link:
             if message is not None:
                 return message
 
+    def expect_end(self) -> None:
+        """From now on the end of the connection is no loss."""
+        self._closing = True
+
     def close(self) -> None:
         """Ends the connection without taking it for a loss."""
         self._closing = True
@@ -194,6 +198,7 @@ class Followers:
           TimeoutError: not all came within `JOIN_S`.
         """
         self._links: list[_Link] = []
+        self._watches: list[threading.Thread] = []
         accepted: list[Connection] = []
         with Listener(hosts.address, authkey=hosts.secret) as listener:
 
@@ -211,7 +216,9 @@ class Followers:
             link = _Link(connection, f"process {number}", on_lost)
             link.beat()
             # Followers only ever send signs of life; receiving notices the end of the connection at once.
-            threading.Thread(target=link.receive, name=f"v41jax-watch-{number}", daemon=True).start()
+            watch = threading.Thread(target=link.receive, name=f"v41jax-watch-{number}", daemon=True)
+            watch.start()
+            self._watches.append(watch)
             self._links.append(link)
 
     def send(self, *message: Any) -> None:
@@ -221,8 +228,12 @@ class Followers:
 
     def close(self) -> None:
         """Lets the followers go."""
-        self.send("stop")
         for link in self._links:
+            link.expect_end()
+        self.send("stop")
+        for link, watch in zip(self._links, self._watches):
+            # They close first: a connection closed with signs of life unread would be reset, the stop with it.
+            watch.join(SILENCE_S)
             link.close()
 
 
