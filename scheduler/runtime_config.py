@@ -83,6 +83,9 @@ class EngineConfig:
       pipeline_parallel_size, prefill_context_parallel_size, decode_context_parallel_size, data_parallel_size,
         enable_dp_attention, two_batch_overlap, rapid_serve, plugin_mode, online_quantization, enable_eplb: known and
         refused.
+      engram_tables: "host" maps them into memory, "device" cuts them by rows over the chips of the mesh.
+      coordinator, num_processes, process_id: `host:port` of process 0, how many processes share the mesh, and which
+        this one is; None is one process.
     """
 
     kv_cache_dtype: str = "bf16"
@@ -137,6 +140,10 @@ class EngineConfig:
     plugin_mode: bool = False
     online_quantization: str | None = None
     enable_eplb: bool = False
+    engram_tables: str = "host"
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -344,6 +351,10 @@ def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
 
 def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
     faults = []
+    if config.engram_tables not in ("host", "device"):
+        faults.append(f"engram_tables {config.engram_tables!r} is unknown: use 'host' or 'device'")
+    elif config.engram_tables == "device" and config.num_processes > 1:
+        faults.append("engram_tables 'device' is not supported over several processes: use 'host'")
     for axis, size in config.mesh.items():
         if axis not in ("data", "model"):
             faults.append(f"mesh axis {axis!r} is unknown: use 'data' and 'model'")

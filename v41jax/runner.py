@@ -250,14 +250,23 @@ class ModelRunner:
         self.scores_prompts = scores_prompts
         self._execution = execution
         self._pieces: dict[str, PiecewiseStep] = {}
-        self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
-        self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
+        self._images: Images
+        self._pools, self._images, self._adjustments = self._allocate(num_images)
         self._copies = StateCopies()
-        self._adjustments = jnp.zeros((num_slots, setup.config.text.vocab_size), jnp.float32)
         self._empty_edits: dict[int, LogitEdits] = {}
         self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
         self._warm = False
         self._failed = False
+
+    def _allocate(self, num_images: int) -> tuple[Pools, Images, Array]:
+        """Pools, checkpoint images and logit adjustments of the runner's size."""
+        pools = pool_arrays.allocate(self.setup.geometry, self.num_pages, self.num_slots)
+        adjustments = jnp.zeros((self.num_slots, self.setup.config.text.vocab_size), jnp.float32)
+        return pools, allocate_images(self.setup.geometry, pools, num_images), adjustments
+
+    def _jit_step(self, phase: Phase, arguments: Sequence[Any]) -> Any:
+        """The whole step, to be lowered for these (abstract) arguments."""
+        return jax.jit(functools.partial(serve_step, setup=self.setup, phase=phase), donate_argnums=(1, 2))
 
     @property
     def pools(self) -> Pools:
@@ -304,7 +313,6 @@ class ModelRunner:
             _log.warning("compiling %s after warm-up: the bucket ladders do not cover it", shape)
         began = time.perf_counter()
         setup = self.setup
-        step = functools.partial(serve_step, setup=setup, phase=shape.phase.value)
         arguments = [
             _abstract(self.params),
             _abstract(self._pools),
@@ -315,7 +323,7 @@ class ModelRunner:
         ]
         if images:
             arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
-        executable = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
+        executable = self._jit_step(shape.phase.value, arguments).lower(*arguments).compile()
         memory = executable.memory_analysis()
         program = CompiledStep(
             executable, time.perf_counter() - began, int(getattr(memory, "temp_size_in_bytes", 0) or 0)

@@ -43,11 +43,11 @@ _TEXT = {
 """Selections hold 16 entries and candidates 24, so that contexts of more than 32 tokens are pruned at both levels."""
 
 
-def acceptance_config() -> ModelConfig:
-    """The configuration."""
+def acceptance_config(**text: object) -> ModelConfig:
+    """The configuration; `text` replaces fields of its text part."""
     root = json.loads((golden.directory("five-layer") / "config.json").read_text())
     root["image_token_id"] = 250
-    root["text_config"] |= _TEXT
+    root["text_config"] |= _TEXT | text
     return ModelConfig.from_dict(root)
 
 
