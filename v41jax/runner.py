@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels import backend
 from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
@@ -255,6 +256,7 @@ class ModelRunner:
         self._copies = StateCopies()
         self._empty_edits: dict[int, LogitEdits] = {}
         self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
+        self._operations: backend.Choices = {}
         self._warm = False
         self._failed = False
 
@@ -323,7 +325,9 @@ class ModelRunner:
         ]
         if images:
             arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
-        executable = self._jit_step(shape.phase.value, arguments).lower(*arguments).compile()
+        with backend.recording(self._operations):
+            lowered = self._jit_step(shape.phase.value, arguments).lower(*arguments)
+        executable = lowered.compile()
         memory = executable.memory_analysis()
         program = CompiledStep(
             executable, time.perf_counter() - began, int(getattr(memory, "temp_size_in_bytes", 0) or 0)
@@ -373,7 +377,10 @@ class ModelRunner:
         try:
             if ops is not None:
                 self._maintain(ops)
-            self._pools, self._adjustments, output = program(self.params, self._pools, self._adjustments, *arguments)
+            with backend.recording(self._operations):
+                self._pools, self._adjustments, output = program(
+                    self.params, self._pools, self._adjustments, *arguments
+                )
         except BaseException:
             self._failed = True
             raise
@@ -429,7 +436,10 @@ class ModelRunner:
     # Reports -------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Buckets, compile times and memory: what an operator reads after start-up."""
+        """Buckets, compile times and memory: what an operator reads after start-up.
+
+        `operations` says which implementation each operation uses in the programs that exist, and why.
+        """
         device = jax.devices()[0]
         return {
             "device": device.device_kind,
@@ -445,6 +455,7 @@ class ModelRunner:
             "compile_seconds": round(sum(step.seconds for step in self._compiled.values()), 3),
             "recompiles_after_warm_up": self.recompiles,
             "kernels": self.setup.kernels,
+            "operations": {name: list(choices) for name, choices in sorted(self._operations.items())},
             "execution": self._execution,
         }
 
