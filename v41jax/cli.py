@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
+from v41jax.commands import bench, bench_serve, checkpoint, compare, generate, logits, plan, serve
 
 _UsageError = typer.BadParameter.__bases__[0]
 """Any error of arguments; typer has it under a public name only by its subclass."""
@@ -26,10 +26,12 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
 app.command("logits")(logits.logits)
+app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
-bench = typer.Typer(no_args_is_help=True, help="Measure.")
-bench.command("serve")(bench_serve.serve)
-app.add_typer(bench, name="bench")
+benches = typer.Typer()
+benches.callback(invoke_without_command=True)(bench.bench)
+benches.command("serve")(bench_serve.serve)
+app.add_typer(benches, name="bench")
 
 
 def fault_lines(error: Exception) -> list[str]:

@@ -75,6 +75,8 @@ def test_the_defaults_are_served():
         {"decode_buckets": (1, 8, 64)},
         {"prompt_logprobs": True, "decoder_swa_bounded_replay": False},
         {"activation_quantization": False, "dtype": "float32"},
+        {"host_cache_bytes": 1 << 30, "disk_cache_dir": "pages", "shared_cache_url": "valkeys://store:6379/1"},
+        {"host_cache_bytes": 1 << 30, "encoder_swa_bounded_replay": False},
     ],
 )
 def test_accepted_options(options):
@@ -95,6 +97,21 @@ def test_accepted_options(options):
         ({"state_checkpoint_interval_tokens": -2}, "state_checkpoint_interval_tokens -2"),
         ({"state_checkpoint_interval_tokens": 100}, "state_checkpoint_interval_tokens 100"),
         ({"num_pages": 0}, "num_pages 0"),
+        ({"host_cache_bytes": -1}, "host_cache_bytes -1"),
+        ({"disk_cache_dir": "pages", "disk_cache_bytes": 0}, "disk_cache_bytes 0"),
+        ({"shared_cache_url": "store:6379"}, "shared_cache_url must begin with"),
+        ({"shared_cache_url": "http://store"}, "shared_cache_url must begin with"),
+        ({"shared_cache_timeout": 0.0}, "shared_cache_timeout 0.0"),
+        ({"cache_fetch_timeout": float("nan")}, "cache_fetch_timeout nan"),
+        ({"host_cache_bytes": 1, "enable_prefix_caching": False}, "need enable_prefix_caching"),
+        (
+            {
+                "disk_cache_dir": "pages",
+                "encoder_swa_bounded_replay": False,
+                "state_checkpoint_interval_tokens": 0,
+            },
+            "state_checkpoint_interval_tokens 0 keeps none",
+        ),
         ({"memory_utilization": 0.0}, "memory_utilization 0.0"),
         ({"memory_utilization": 1.1}, "memory_utilization 1.1"),
         ({"kv_cache_dtype": "fp4", "activation_quantization": False}, "needs activation_quantization"),
