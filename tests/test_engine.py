@@ -93,7 +93,9 @@ def test_sampling_depends_on_the_seed_alone(engine, prompts):
     assert other.tokens != single
 
 
-def test_nothing_is_left_when_nothing_runs(engine):
+def test_nothing_is_left_when_nothing_runs(engine, prompts):
+    (expired,) = engine.generate([dataclasses.replace(prompts[0], timeout_s=0.0)])
+    assert expired.finish_reason == "timeout"
     statistics = engine.statistics()
     assert statistics["running"] == statistics["queue"] == statistics["pages_used"] == 0
     assert statistics["slots_free"] == CONFIG.max_num_seqs

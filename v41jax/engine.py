@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from checkpoints.engram_tables import EngramTables
 from checkpoints.load import Checkpoint, available_scopes
@@ -34,7 +35,7 @@ from scheduler.tiers.build import open_store
 from scheduler.tiers.layout import TransferLayout
 from scheduler.tiers.page_tiers import PageTiers
 from v41jax.cache_identity import cache_identity
-from v41jax.config import ModelConfig
+from v41jax.config import ConfigError, ModelConfig
 from v41jax.detokenizer import Detokenizer
 from v41jax.engine_core import EngineCore, TokenScore
 from v41jax.engine_images import EngineImages, PromptImages
@@ -255,8 +256,11 @@ class Engine:
         config = EngineConfig() if config is None else config
         hosts = hosts_of(config)
         directory = Path(directory)
-        root = json.loads((directory / "config.json").read_text())
-        model_config = ModelConfig.from_dict(root)
+        try:
+            model_config = ModelConfig.from_file(directory)
+        except ConfigError as error:
+            raise ConfigError([f"{directory / 'config.json'}: {fault}" for fault in error.faults]) from None
+        root = json.loads((directory / "config.json").read_bytes())
         view = ModelView.from_config(model_config, root)
         validate_runtime_config(config, view)
         parallel = arrangement(config.mesh, config.enable_expert_parallel)
@@ -352,8 +356,13 @@ class Engine:
         """A request from text (encoded as plain text after the begin token) or from token ids.
 
         Raises:
-          ValueError: text without a tokenizer, or an id outside the vocabulary.
+          ValueError: text without a tokenizer, an id outside the vocabulary, or the id that stands for an image.
         """
+        tokens = self._ids(text_or_tokens)
+        self._check_placeholders(np.asarray(tokens, np.int32), False)
+        return Prompt(tokens, sampling or SamplingParams())
+
+    def _ids(self, text_or_tokens: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(text_or_tokens, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json: give the prompt as token ids")
@@ -365,7 +374,16 @@ class Engine:
         for token in tokens:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token id {token} is outside 0..{vocabulary - 1}")
-        return Prompt(tokens, sampling or SamplingParams())
+        return tokens
+
+    def _check_placeholders(self, ids: NDArray[np.int32], spans: NDArray[np.bool_] | bool) -> None:
+        """Refuses ids in which the image placeholder lies outside `spans`, or spans that hold another id."""
+        placeholder = self.core.runner.setup.config.image_token_id
+        if not ((ids == placeholder) == spans).all():
+            raise ValueError(
+                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
+                "prompt_with_images"
+            )
 
     def prompt_with_images(
         self,
@@ -390,11 +408,11 @@ class Engine:
         if self.core.images is None:
             raise ImageError(_TEXT_ONLY)
         if isinstance(text_or_tokens, str):
-            parts = [self.prompt(part).tokens for part in text_or_tokens.split(IMAGE)]
+            parts = [self._ids(part) for part in text_or_tokens.split(IMAGE)]
             placeholder = self.core.runner.setup.config.image_token_id
             tokens = parts[0] + tuple(token for part in parts[1:] for token in (placeholder, *part[1:]))
         else:
-            tokens = self.prompt(text_or_tokens).tokens
+            tokens = self._ids(text_or_tokens)
         expanded = self.core.images.prepare(tokens, images, self.core.scheduler.max_model_len, limits)
         return Prompt(tuple(expanded.prompt.token_ids.tolist()), sampling or SamplingParams(), images=expanded)
 
@@ -417,7 +435,8 @@ class Engine:
         results: dict[int, Generation] = {}
         places: dict[RequestId, int] = {}
         step = 0
-        while len(results) < len(prompts):
+        # Requests that a stop text or their time ended still hold pages, until the step after.
+        while len(results) < len(prompts) or self.core.has_work:
             idle = not self.core.has_work
             while arrivals and (arrivals[0][1].arrival_step <= step or idle):
                 place, prompt = arrivals[0]
@@ -431,7 +450,7 @@ class Engine:
                 arrivals.popleft()
                 idle = False
             for request_id, _, finished in self.step():
-                if finished is not None:
+                if finished is not None and request_id in places:
                     results[places[request_id]] = finished
             step += 1
         return [results[place] for place in range(len(prompts))]
@@ -461,12 +480,7 @@ class Engine:
         self._names += 1
         ids, spans = np.asarray(prompt.tokens, np.int32), () if prompt.images is None else prompt.images.spans
         sequence = RequestSequence(request_id, ids, sampling, spans)
-        placeholder = self.core.runner.setup.config.image_token_id
-        if not np.array_equal(ids == placeholder, sequence.image_mask(0, len(ids))):
-            raise ValueError(
-                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
-                "prompt_with_images"
-            )
+        self._check_placeholders(ids, sequence.image_mask(0, len(ids)))
         if prompt.images is not None:
             if self.core.images is None:
                 raise ImageError(_TEXT_ONLY)

@@ -6,6 +6,7 @@ The directory holds a config.json and nothing else: whoever looks for a weight f
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -105,4 +106,11 @@ def test_a_checkpoint_of_another_kind(directory, path, value):
     section[path[-1]] = value
     (directory / "config.json").write_text(json.dumps(root))
     with pytest.raises((ConfigError, RuntimeConfigError), match=path[-1].removesuffix("s")):
+        Engine.from_checkpoint(directory, EngineConfig(**VALID))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"architectures": 1, "architectures": 2}', b"[" * 100_000])
+def test_a_config_that_is_no_json_is_named(directory, content):
+    (directory / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{directory / 'config.json'}: not a JSON file")):
         Engine.from_checkpoint(directory, EngineConfig(**VALID))
