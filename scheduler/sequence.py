@@ -138,6 +138,7 @@ class Sequence:
       demand_pos: boundary at which a missing checkpoint image shortened a hit; 0 without one.
       last_checkpoint_pos: position of the latest image kept for this request.
       block_hashes: memoised chained hashes of the leading full blocks.
+      cache_keys: memoised names of these blocks' pages outside the device.
       arrival: scheduler clock at submission, seconds.
     """
 
@@ -146,6 +147,7 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_table",
+        "cache_keys",
         "demand_pos",
         "generation",
         "images",
@@ -215,6 +217,7 @@ class Sequence:
         self.demand_pos = 0
         self.last_checkpoint_pos = 0
         self.block_hashes: list[int] = []
+        self.cache_keys: list[bytes] = []
         self.arrival = 0.0
 
     # Tokens --------------------------------------------------------------------------------------------------
