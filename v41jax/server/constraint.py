@@ -20,6 +20,13 @@ from v41jax.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 _SHOWN = 300
 
+MAX_CHARACTERS = 2**18
+MAX_PARTS = 2000
+MAX_SCHEMA_OBJECTS = 1000
+MAX_ALL_OBJECTS = 5000
+"""Bounds of a grammar. The library reads rules and schemas recursively on the stack of the thread: a chain of some
+thousand references ends the process, and long alternatives take seconds a token. These stay well below both."""
+
 
 class _LibraryTokenizer:
     """What the library asks of a tokenizer."""
@@ -59,11 +66,32 @@ class Grammars:
         Raises:
           ProtocolError: the grammar does not compile.
         """
+        fault = size_fault(grammar.lark)
+        if fault is not None:
+            raise ProtocolError([Fault(grammar.param, fault)])
         matcher = LLMatcher(self._tokenizer, grammar.lark, log_level=0)
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:_SHOWN]
-            raise ProtocolError([Fault(grammar.param, f"cannot be enforced: {reason}")])
+            raise ProtocolError([Fault(grammar.param, f"cannot be enforced: {_reason(matcher)}")])
         return GrammarConstraint(matcher, self._end, after, tuple(kept_out))
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return " ".join(matcher.get_error().split())[:_SHOWN]
+
+
+def size_fault(lark: str) -> str | None:
+    """Why a grammar is too large to be given to the library; None when it is not."""
+    if len(lark) > MAX_CHARACTERS:
+        return f"makes a grammar of {len(lark)} characters; at most {MAX_CHARACTERS} are accepted"
+    parts = lark.count("\n") + lark.count("|")
+    if parts > MAX_PARTS:
+        return f"makes a grammar of {parts} rules and alternatives; at most {MAX_PARTS} are accepted"
+    objects = [line.count("{") for line in lark.splitlines()]
+    if max(objects, default=0) > MAX_SCHEMA_OBJECTS:
+        return f"has a schema of {max(objects)} objects; at most {MAX_SCHEMA_OBJECTS} are accepted"
+    if sum(objects) > MAX_ALL_OBJECTS:
+        return f"has schemas of {sum(objects)} objects in all; at most {MAX_ALL_OBJECTS} are accepted"
+    return None
 
 
 class GrammarConstraint:
@@ -81,6 +109,11 @@ class GrammarConstraint:
         """The same constraint for another choice; of one that has seen nothing."""
         return GrammarConstraint(self._matcher.deep_copy(), self._end, self._after, self._kept_out)
 
+    @property
+    def failure(self) -> str | None:
+        """Why the library gave up in the middle of the reply, which then ended unfinished; None if it did not."""
+        return _reason(self._matcher) if self._matcher.is_error() else None
+
     def write_mask(self, generated: GeneratedTokens, words: NDArray[np.uint32]) -> bool:
         """See `TokenConstraint`."""
         self._follow(generated)
@@ -89,7 +122,7 @@ class GrammarConstraint:
                 words[token // 32] &= ~(np.uint32(1) << np.uint32(token % 32))
             return True
         if self._matcher.is_error():
-            _log.warning("a grammar failed in the middle of a reply: %s", self._matcher.get_error())
+            _log.warning("a grammar failed in the middle of a reply: %s", _reason(self._matcher))
             words[:] = 0
             words[self._end // 32] = np.uint32(1) << np.uint32(self._end % 32)
             return True
