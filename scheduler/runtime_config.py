@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,6 +83,9 @@ class EngineConfig:
       pipeline_parallel_size, prefill_context_parallel_size, decode_context_parallel_size, data_parallel_size,
         enable_dp_attention, two_batch_overlap, rapid_serve, plugin_mode, online_quantization, enable_eplb: known and
         refused.
+      engram_tables: "host" maps them into memory, "device" cuts them by rows over the chips of the mesh.
+      coordinator, num_processes, process_id: `host:port` of process 0, how many processes share the mesh, and which
+        this one is; None is one process.
     """
 
     kv_cache_dtype: str = "bf16"
@@ -136,6 +140,10 @@ class EngineConfig:
     plugin_mode: bool = False
     online_quantization: str | None = None
     enable_eplb: bool = False
+    engram_tables: str = "host"
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -329,8 +337,8 @@ def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
         faults.append(f"long_prefill_token_threshold {cap} must be 0 or an even number from {page} to {length}")
     if config.max_num_seqs < 1:
         faults.append(f"max_num_seqs {config.max_num_seqs} must be at least 1")
-    if config.admission_delay_factor < 0:
-        faults.append(f"admission_delay_factor {config.admission_delay_factor} must not be negative")
+    if not 0 <= config.admission_delay_factor < math.inf:
+        faults.append(f"admission_delay_factor {config.admission_delay_factor} must be a finite number from 0")
     buckets = config.decode_buckets
     if any(bucket < 1 for bucket in buckets) or list(buckets) != sorted(set(buckets)):
         faults.append(f"decode_buckets {list(buckets)} must be ascending positive integers")
@@ -343,6 +351,10 @@ def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
 
 def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
     faults = []
+    if config.engram_tables not in ("host", "device"):
+        faults.append(f"engram_tables {config.engram_tables!r} is unknown: use 'host' or 'device'")
+    elif config.engram_tables == "device" and config.num_processes > 1:
+        faults.append("engram_tables 'device' is not supported over several processes: use 'host'")
     for axis, size in config.mesh.items():
         if axis not in ("data", "model"):
             faults.append(f"mesh axis {axis!r} is unknown: use 'data' and 'model'")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,22 @@ from v41jax.detokenizer import Detokenizer
 from v41jax.engine_core import EngineCore, TokenScore
 from v41jax.engine_images import EngineImages, PromptImages
 from v41jax.engine_thread import EngineThread
+from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
 from v41jax.logit_edits import TokenConstraint
 from v41jax.memory_budget import PoolBudget, plan_pools
+from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
+from v41jax.multihost import Followers, LeadingRunner, hosts_of, join
 from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
+from v41jax.sharding import arrangement, check_mesh, make_mesh
 from v41jax.token_map import load_token_map
 from v41jax.tokenizer import Tokenizer
 from v41jax.vision_parameters import vision_parameters
@@ -244,13 +249,20 @@ class Engine:
         Raises:
           ConfigError: the checkpoint's config.json is invalid.
           RuntimeConfigError: with every option that cannot be served; nothing was read.
+          MeshError: the model cannot be cut over the mesh, or there are too few devices.
           CheckpointError: with every fault of the weights' files.
         """
         config = EngineConfig() if config is None else config
+        hosts = hosts_of(config)
         directory = Path(directory)
         root = json.loads((directory / "config.json").read_text())
-        view = ModelView.from_config(ModelConfig.from_dict(root), root)
+        model_config = ModelConfig.from_dict(root)
+        view = ModelView.from_config(model_config, root)
         validate_runtime_config(config, view)
+        parallel = arrangement(config.mesh, config.enable_expert_parallel)
+        check_mesh(model_config, parallel)
+        if hosts is not None:
+            join(hosts)
         geometry = config.geometry(view)
         precision = Precision(
             activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization
@@ -260,23 +272,39 @@ class Engine:
         resources: list[Any] = []
         try:
             sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
+            sees = sees and hosts is None
             checkpoint = Checkpoint.open(directory, scopes=("text", "vision") if sees else ("text",))
             resources.append(checkpoint)
-            setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels)
-            lookup = None
+            setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels, parallel)
+            lookup, tables_held = None, None
             if checkpoint.config.text.engram_layer_ids:
                 token_map = load_token_map(directory, checkpoint.config)
-                tables = EngramTables.open(checkpoint)
+                tables: EngramTables | EngramDeviceTables
+                if config.engram_tables == "device":
+                    tables = EngramDeviceTables(checkpoint, make_mesh(parallel))
+                    tables_held = tables.arrays
+                else:
+                    tables = EngramTables.open(checkpoint)
                 resources.append(tables)
                 lookup = EngramLookup(checkpoint.config, token_map, tables)
             max_model_len = config.model_len(view)
-            params = load_parameters(
-                checkpoint, max_model_len=max_model_len, form=weights, dtype=precision.activation_dtype
-            )
+            load = {"max_model_len": max_model_len, "form": weights, "dtype": precision.activation_dtype}
+            mesh = make_mesh(parallel) if parallel.chips > 1 or hosts is not None else None
+            if mesh is None:
+                params = load_parameters(checkpoint, **load)
+            else:
+                params = load_on_mesh(checkpoint, mesh, parallel, **load)
             tower = jax.tree.map(jnp.asarray, vision_parameters(checkpoint)) if sees else None
-            budget = plan_pools(config, geometry, max_model_len, (params, tower))
+            budget = plan_pools(config, geometry, max_model_len, (params, tower, tables_held))
             scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=True)
-            runner = ModelRunner(
+            make_runner: Callable[..., ModelRunner] = ModelRunner
+            if mesh is not None:
+                make_runner = functools.partial(MeshRunner, mesh=mesh)
+            if hosts is not None:
+                followers = Followers(hosts)
+                resources.append(followers)
+                make_runner = functools.partial(LeadingRunner, mesh=mesh, followers=followers)
+            runner = make_runner(
                 params,
                 setup,
                 num_pages=budget.num_pages,

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels import backend
 from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
@@ -250,14 +251,24 @@ class ModelRunner:
         self.scores_prompts = scores_prompts
         self._execution = execution
         self._pieces: dict[str, PiecewiseStep] = {}
-        self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
-        self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
+        self._images: Images
+        self._pools, self._images, self._adjustments = self._allocate(num_images)
         self._copies = StateCopies()
-        self._adjustments = jnp.zeros((num_slots, setup.config.text.vocab_size), jnp.float32)
         self._empty_edits: dict[int, LogitEdits] = {}
         self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
+        self._operations: backend.Choices = {}
         self._warm = False
         self._failed = False
+
+    def _allocate(self, num_images: int) -> tuple[Pools, Images, Array]:
+        """Pools, checkpoint images and logit adjustments of the runner's size."""
+        pools = pool_arrays.allocate(self.setup.geometry, self.num_pages, self.num_slots)
+        adjustments = jnp.zeros((self.num_slots, self.setup.config.text.vocab_size), jnp.float32)
+        return pools, allocate_images(self.setup.geometry, pools, num_images), adjustments
+
+    def _jit_step(self, phase: Phase, arguments: Sequence[Any]) -> Any:
+        """The whole step, to be lowered for these (abstract) arguments."""
+        return jax.jit(functools.partial(serve_step, setup=self.setup, phase=phase), donate_argnums=(1, 2))
 
     @property
     def pools(self) -> Pools:
@@ -304,7 +315,6 @@ class ModelRunner:
             _log.warning("compiling %s after warm-up: the bucket ladders do not cover it", shape)
         began = time.perf_counter()
         setup = self.setup
-        step = functools.partial(serve_step, setup=setup, phase=shape.phase.value)
         arguments = [
             _abstract(self.params),
             _abstract(self._pools),
@@ -315,7 +325,9 @@ class ModelRunner:
         ]
         if images:
             arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
-        executable = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
+        with backend.recording(self._operations):
+            lowered = self._jit_step(shape.phase.value, arguments).lower(*arguments)
+        executable = lowered.compile()
         memory = executable.memory_analysis()
         program = CompiledStep(
             executable, time.perf_counter() - began, int(getattr(memory, "temp_size_in_bytes", 0) or 0)
@@ -365,7 +377,10 @@ class ModelRunner:
         try:
             if ops is not None:
                 self._maintain(ops)
-            self._pools, self._adjustments, output = program(self.params, self._pools, self._adjustments, *arguments)
+            with backend.recording(self._operations):
+                self._pools, self._adjustments, output = program(
+                    self.params, self._pools, self._adjustments, *arguments
+                )
         except BaseException:
             self._failed = True
             raise
@@ -421,7 +436,10 @@ class ModelRunner:
     # Reports -------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Buckets, compile times and memory: what an operator reads after start-up."""
+        """Buckets, compile times and memory: what an operator reads after start-up.
+
+        `operations` says which implementation each operation uses in the programs that exist, and why.
+        """
         device = jax.devices()[0]
         return {
             "device": device.device_kind,
@@ -437,6 +455,7 @@ class ModelRunner:
             "compile_seconds": round(sum(step.seconds for step in self._compiled.values()), 3),
             "recompiles_after_warm_up": self.recompiles,
             "kernels": self.setup.kernels,
+            "operations": {name: list(choices) for name, choices in sorted(self._operations.items())},
             "execution": self._execution,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from checkpoints.synthesize import synthesize
 from tests.helpers import golden
@@ -43,14 +44,14 @@ _TEXT = {
 """Selections hold 16 entries and candidates 24, so that contexts of more than 32 tokens are pruned at both levels."""
 
 
-def acceptance_config() -> ModelConfig:
-    """The configuration."""
+def acceptance_config(**text: Any) -> ModelConfig:
+    """The configuration; other values of `text_config` by name."""
     root = json.loads((golden.directory("five-layer") / "config.json").read_text())
     root["image_token_id"] = 250
-    root["text_config"] |= _TEXT
+    root["text_config"] |= _TEXT | text
     return ModelConfig.from_dict(root)
 
 
-def write_checkpoint(path: Path) -> None:
+def write_checkpoint(path: Path, **text: Any) -> None:
     """A random checkpoint of it."""
-    synthesize(path, acceptance_config(), seed=11, scopes=("text",))
+    synthesize(path, acceptance_config(**text), seed=11, scopes=("text",))

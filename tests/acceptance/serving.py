@@ -29,6 +29,7 @@ from tests.acceptance.watch import Watch
 from tests.helpers.driver import Finished
 from v41jax.engine_core import EngineCore
 from v41jax.full_forward import load_model
+from v41jax.parameters import WeightForm
 from v41jax.precision import Precision
 from v41jax.runner import ModelRunner
 
@@ -138,13 +139,20 @@ class Serving:
     Args of the constructor:
       directory: checkpoint.
       decode: batch sizes of the decode programs.
+      form: of the weights.
       options: of `EngineConfig`, fixed for all scenarios.
 
     Attributes:
       changeable: names of the options that a session may choose.
     """
 
-    def __init__(self, directory: Path, decode: tuple[int, ...] = (REQUESTS,), **options: Any):
+    def __init__(
+        self,
+        directory: Path,
+        decode: tuple[int, ...] = (REQUESTS,),
+        form: WeightForm = "dequantized",
+        **options: Any,
+    ):
         self.options = {
             "kv_cache_block_size": PAGE,
             "max_num_batched_tokens": ROWS,
@@ -156,7 +164,7 @@ class Serving:
         config = EngineConfig(**self.options)
         self.changeable = tuple(field.name for field in dataclasses.fields(config) if field.name not in options)
         precision = Precision(jnp.dtype(config.dtype), config.activation_quantization)
-        self.model = load_model(directory, precision, max_model_len=MAX_LEN)
+        self.model = load_model(directory, precision, max_model_len=MAX_LEN, form=form, kernels=config.kernels)
         self.view = ModelView.from_config(self.model.setup.config)
         self.geometry = config.geometry(self.view)
         self.buckets = OneShape.of(decode)

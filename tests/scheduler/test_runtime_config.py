@@ -125,6 +125,8 @@ def test_accepted_options(options):
         ({"max_model_len": 1_048_577}, "max_model_len 1048577"),
         ({"max_model_len": 0}, "max_model_len 0"),
         ({"admission_delay_factor": -1.0}, "admission_delay_factor -1.0"),
+        ({"admission_delay_factor": float("nan")}, "admission_delay_factor nan"),
+        ({"memory_utilization": float("nan")}, "memory_utilization nan"),
         ({"decode_buckets": (4, 2)}, "decode_buckets [4, 2]"),
         ({"decode_buckets": (0, 2)}, "decode_buckets [0, 2]"),
         ({"prompt_logprobs": True}, "prompt_logprobs"),
