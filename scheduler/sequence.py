@@ -138,6 +138,7 @@ class Sequence:
       demand_pos: boundary at which a missing checkpoint image shortened a hit; 0 without one.
       last_checkpoint_pos: position of the latest image kept for this request.
       block_hashes: memoised chained hashes of the leading full blocks.
+      drafts: tokens proposed to follow the newest one, of this generation; empty without.
       arrival: scheduler clock at submission, seconds.
     """
 
@@ -147,6 +148,7 @@ class Sequence:
         "block_hashes",
         "block_table",
         "demand_pos",
+        "drafts",
         "generation",
         "images",
         "last_checkpoint_pos",
@@ -215,6 +217,7 @@ class Sequence:
         self.demand_pos = 0
         self.last_checkpoint_pos = 0
         self.block_hashes: list[int] = []
+        self.drafts: tuple[int, ...] = ()
         self.arrival = 0.0
 
     # Tokens --------------------------------------------------------------------------------------------------

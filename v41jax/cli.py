@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
+from v41jax.commands import bench_serve, calibrate, checkpoint, compare, generate, logits, serve
 
 app = typer.Typer(
     name="v41jax",
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("calibrate")(calibrate.calibrate)
 app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
 app.command("logits")(logits.logits)

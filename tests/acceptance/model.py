@@ -43,14 +43,22 @@ _TEXT = {
 """Selections hold 16 entries and candidates 24, so that contexts of more than 32 tokens are pruned at both levels."""
 
 
-def acceptance_config() -> ModelConfig:
-    """The configuration."""
+_DRAFT = {
+    "num_nextn_predict_layers": 3,
+    "compress_ratios": [*_TEXT["compress_ratios"], 0, 0, 0],
+    "dspark_target_layer_ids": [4, 5, 6],
+}
+
+
+def acceptance_config(drafts: bool = False) -> ModelConfig:
+    """The configuration, with or without a draft."""
     root = json.loads((golden.directory("five-layer") / "config.json").read_text())
     root["image_token_id"] = 250
-    root["text_config"] |= _TEXT
+    root["text_config"] |= _TEXT | (_DRAFT if drafts else {})
     return ModelConfig.from_dict(root)
 
 
-def write_checkpoint(path: Path) -> None:
+def write_checkpoint(path: Path, drafts: bool = False) -> None:
     """A random checkpoint of it."""
-    synthesize(path, acceptance_config(), seed=11, scopes=("text",))
+    scopes = ("text", "draft") if drafts else ("text",)
+    synthesize(path, acceptance_config(drafts), seed=11, scopes=scopes)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from v41jax.commands.generate import PromptsError, _prompt, read_prompts
+from v41jax.commands.generate import PromptsError, make_prompt, read_prompts
 from v41jax.engine import Prompt
 
 
@@ -25,7 +25,7 @@ def test_images_are_read_in_order(tmp_path):
     line = {"tokens": [5, 500, 500], "images": [str(tmp_path / "a.png"), str(tmp_path / "b.png")], "seed": 3}
     (tmp_path / "prompts.jsonl").write_text(json.dumps({**line, "arrival_step": 2}))
     engine = RecordingEngine()
-    prompt = _prompt(engine, read_prompts(tmp_path / "prompts.jsonl")[0], True)
+    prompt = make_prompt(engine, read_prompts(tmp_path / "prompts.jsonl")[0], True)
     assert engine.images == [b"first", b"second"]
     assert (prompt.tokens, prompt.sampling.seed, prompt.arrival_step) == ((5, 500, 500), 3, 2)
 

@@ -55,7 +55,7 @@ def generate(
     if engine_config.vision == "auto" and not any(request.get("images") for request in requests):
         engine_config = dataclasses.replace(engine_config, vision="off")
     with Engine.from_checkpoint(model, engine_config, warm_up=False) as engine:
-        results = engine.generate([_prompt(engine, {**defaults, **request}, ignore_eos) for request in requests])
+        results = engine.generate([make_prompt(engine, {**defaults, **request}, ignore_eos) for request in requests])
         for index, result in enumerate(results):
             print(json.dumps(_record(index, result)) if as_json else _readable(result, len(results)))
         sys.stdout.flush()
@@ -105,7 +105,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return requests
 
 
-def _prompt(engine: Engine, request: dict[str, Any], ignore_eos: bool) -> Prompt:
+def make_prompt(engine: Engine, request: dict[str, Any], ignore_eos: bool) -> Prompt:
+    """A request from a line of a prompts file."""
     sampling = SamplingParams(
         ignore_eos=ignore_eos,
         **{field: request[field] for field in _SAMPLING if field in request},
