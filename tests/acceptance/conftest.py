@@ -20,6 +20,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def draft_checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("acceptance") / "drafting"
+    write_checkpoint(path, drafts=True)
+    return path
+
+
+@pytest.fixture(scope="session")
 def exact(checkpoint):
     """Float32 without activation quantization; two decode shapes."""
     with Serving(checkpoint, decode=(2, 4), **EXACT) as serving:
