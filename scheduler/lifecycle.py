@@ -22,6 +22,7 @@ from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult
 from scheduler.sequence import RequestId, RequestOutput, Sequence, SequenceStatus
 from scheduler.speculation import emitted_blocks, finalize_block
 from scheduler.states import Relocation
+from scheduler.tiers.page_tiers import PageTiers
 
 
 class Lifecycle:
@@ -36,6 +37,7 @@ class Lifecycle:
       running: requests with pages and a slot, in scheduling order.
       manager: pages, slots and images.
       ladder: where checkpoint images are kept.
+      tiers: pages beyond the device; None without any.
       counters: running totals.
     """
 
@@ -69,6 +71,7 @@ class Lifecycle:
         )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.tiers: PageTiers | None = None
         self.counters = Counters()
         self._sequences: dict[RequestId, Sequence] = {}
         self._max_rows = engine_config.max_num_batched_tokens
@@ -83,6 +86,11 @@ class Lifecycle:
         self._advanced = 0  # leading outstanding batches whose progress is counted
         self._relocations: tuple[Relocation, ...] = ()
         self._store_intents: dict[RequestId, int] = {}
+
+    def attach(self, tiers: PageTiers) -> None:
+        """Connects pages beyond the device; nothing has been submitted yet."""
+        self.tiers = tiers
+        self.manager.on_publish = tiers.published
 
     # Submission and cancellation -----------------------------------------------------------------------------
 
@@ -241,6 +249,8 @@ class Lifecycle:
         self._advanced = max(0, self._advanced - 1)
         if self.manager.images is not None:
             self.manager.images.complete(batch.ops)
+            if self.tiers is not None:
+                self.tiers.images_completed(batch.ops.stores, self.manager.images.is_ready)
         if batch.phase is Phase.PREFILL and self._last_prefill_began is not None:
             self._last_prefill_seconds = self._clock() - self._last_prefill_began
         self._reap_aborted()

@@ -118,6 +118,8 @@ class Scheduler(Lifecycle):
                 if plan is not None:
                     planned.append(PlannedPrefill(sequence, plan, False, None))
                     budget -= plan.end - plan.start
+        if self.waiting and self.tiers is not None:
+            self.tiers.look_ahead(self.waiting, self.manager)
         if self.waiting and self._may_admit():
             budget = self._admit(planned, budget)
         if planned:
@@ -139,30 +141,43 @@ class Scheduler(Lifecycle):
         return waited > factor * self._last_prefill_seconds
 
     def _admit(self, planned: list[PlannedPrefill], budget: int) -> int:
-        """Admits from the head of the queue while requests and rows fit; a request that must wait stops the rest."""
-        manager = self.manager
-        while self.waiting and budget > 0 and len(self.running) < self._max_running and manager.slots.num_free:
-            sequence = self.waiting[0]
+        """Admits from the head of the queue while requests and rows fit; a request that must wait stops the rest.
+
+        One that waits for pages from outside the device is passed over instead, at most until its deadline.
+        """
+        manager, tiers = self.manager, self.tiers
+        place = 0
+        while place < len(self.waiting) and budget > 0 and len(self.running) < self._max_running:
+            if not manager.slots.num_free:
+                break
+            sequence = self.waiting[place]
             length = sequence.num_finalized_tokens
             refusal = self._page_refusal(length)
             if refusal is not None:
                 # A preempted request that outgrew the pool.
-                self.waiting.popleft()
+                del self.waiting[place]
                 del self._sequences[sequence.request_id]
                 self._refuse(sequence, refusal)
                 continue
             if not manager.may_fit(length):
                 break
+            if tiers is not None and tiers.holds_back(sequence, manager):
+                place += 1
+                continue
             hit = manager.find_hit(sequence, length)
             if not manager.can_allocate(hit, length):
                 break
+            if tiers is not None and tiers.adopt(sequence, manager):
+                hit = manager.find_hit(sequence, length)
+                if not manager.can_allocate(hit, length):
+                    break
             demand, sequence.demand_pos = sequence.demand_pos, sequence.demand_pos or hit.demand
             rebuild = self._rebuilds and hit.tokens > 0
             plan = self._plan(sequence, hit.tokens, length, budget, not planned, rebuild)
             if plan is None:
                 sequence.demand_pos = demand
                 break
-            self.waiting.popleft()
+            del self.waiting[place]
             restore = manager.allocate(sequence, hit, length)
             sequence.status = SequenceStatus.RUNNING
             sequence.generation = self._next_generation()
@@ -265,6 +280,8 @@ class Scheduler(Lifecycle):
                 store = images.store(sequence.block_hashes[block - 1], position, sequence.slot)
                 if store is not None:
                     stores.append(store)
+                    if self.tiers is not None:
+                        self.tiers.image_queued(sequence, block - 1, store)
         ops = StateMaintenanceOps(self._relocations, tuple(stores), restores)
         self._relocations = ()
         self._store_intents.clear()

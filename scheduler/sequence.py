@@ -139,6 +139,7 @@ class Sequence:
       last_checkpoint_pos: position of the latest image kept for this request.
       block_hashes: memoised chained hashes of the leading full blocks.
       drafts: tokens proposed to follow the newest one, of this generation; empty without.
+      cache_keys: memoised names of these blocks' pages outside the device.
       arrival: scheduler clock at submission, seconds.
     """
 
@@ -147,6 +148,7 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_table",
+        "cache_keys",
         "demand_pos",
         "drafts",
         "generation",
@@ -218,6 +220,7 @@ class Sequence:
         self.last_checkpoint_pos = 0
         self.block_hashes: list[int] = []
         self.drafts: tuple[int, ...] = ()
+        self.cache_keys: list[bytes] = []
         self.arrival = 0.0
 
     # Tokens --------------------------------------------------------------------------------------------------

@@ -25,3 +25,6 @@ def pytest_addoption(parser):
     group = parser.getgroup("v41jax")
     group.addoption("--histories", type=int, default=None, help="random serving histories to play on the real model")
     group.addoption("--seed", type=int, default=None, help="seed of the first one")
+    group.addoption(
+        "--every-prompt", action="store_true", help="trace all quantized golden prompts, not the short ones"
+    )

@@ -59,8 +59,9 @@ class FewShapes(Buckets):
 class Engines:
     """Engines of different options over one runner, so that every test uses the same compiled programs."""
 
-    def __init__(self, base: Engine):
+    def __init__(self, base: Engine, config: EngineConfig = CONFIG):
         self.base = base
+        self.config = config
         runner = base.core.runner
         self.buckets = FewShapes(
             decode_requests=(4,), prefill_rows=(128,), prefill_requests=(4,), prefill_pages=(10,), decode_pages=(10,)
@@ -75,7 +76,7 @@ class Engines:
 
     def __call__(self, capacity: int = 1 << 20, **options) -> Engine:
         """An idle engine: no page is cached, nothing is encoded."""
-        config = dataclasses.replace(CONFIG, **options)
+        config = dataclasses.replace(self.config, **options)
         validate_runtime_config(config, self.view)
         geometry, budget = self.runner.setup.geometry, self.base.budget
         scheduler = Scheduler(config, self.view, geometry, budget.num_pages, budget.num_slots, deferred=True)
@@ -205,6 +206,32 @@ def test_the_placeholder_is_never_drawn(engines, prompts):
     biased = dataclasses.replace(GREEDY, logit_bias=((IMAGE, 1000.0),))
     (result,) = engines().generate([dataclasses.replace(prompts[3], sampling=biased)])
     assert len(result.tokens) == 5 and IMAGE not in result.tokens
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """Engines with packed rows, FP8 windows and FP4 index keys in the released precision."""
+    quantized = {"kv_cache_dtype": "fp4", "index_cache_dtype": "fp4", "activation_quantization": True}
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", **quantized)
+    with Engine.from_checkpoint(models.directory(NAME), config, warm_up=False) as base:
+        yield Engines(base, config)
+
+
+def test_packed_pools_hold_images_like_others(packed, prompts):
+    """Chunks, company, a preemption and a prefix hit give the tokens of a whole prompt alone."""
+    assert packed.runner.setup.geometry.main_format == "fp4"
+    alone = [packed().generate([prompt])[0].tokens for prompt in prompts]
+    in_chunks = packed(max_num_batched_tokens=63, enable_prefix_caching=False)
+    assert in_chunks.generate([prompts[1]])[0].tokens == alone[1]
+    engine = packed()
+    assert [result.tokens for result in engine.generate(prompts)] == alone
+    again = engine.generate([prompts[1]])[0]
+    assert again.tokens == alone[1] and again.cached_tokens == (len(prompts[1].tokens) - 1) // PAGE * PAGE > 0
+    request_id = engine.submit(prompts[3])
+    engine.step()
+    assert engine.core.scheduler.preempt(request_id)
+    assert drain(engine)[request_id] == alone[3]
+    assert_nothing_held(engine)
 
 
 # Interruptions ----------------------------------------------------------------------------------------------

@@ -45,15 +45,26 @@ def test_packed_pools_hold_images_in_any_chunks():
     assert not np.array_equal(Driver(loaded[True]).logits(ids, [64])[rows], logits[rows])
 
 
-@pytest.mark.parametrize(("name", "prompt"), [("five-layer", 3), ("five-layer", 4), ("pico", 3)])
-def test_every_row_of_a_quantized_run_departs_from_the_reference_by_a_flip_or_not_at_all(name, prompt):
-    """Whole prompts in two or more chunks; `explain` fails where no value near a rounding boundary explains a row."""
+def pytest_generate_tests(metafunc):
+    if "golden_prompt" in metafunc.fixturenames:
+        every = [(name, prompt) for name in golden.CHECKPOINTS for prompt in golden.PROMPTS]
+        quick = [("five-layer", 3), ("five-layer", 4), ("pico", 3)]
+        chosen = every if metafunc.config.getoption("--every-prompt") else quick
+        metafunc.parametrize("golden_prompt", chosen, ids=[f"{name}-{prompt}" for name, prompt in chosen])
+
+
+def test_every_row_of_a_quantized_run_departs_from_the_reference_by_a_flip_or_not_at_all(golden_prompt):
+    """Whole prompts in two or more chunks; `explain` fails where no value near a rounding boundary explains a row.
+
+    Which values flip depends on the order of sums, so on the processor: nothing is known ahead and all are searched.
+    """
+    name, prompt = golden_prompt
     ids = golden.load_expected(name).prompt(prompt)
     logits = Driver(model(name, quantized=True)).logits(ids, [25, 64])
     probe = FlipProbe()
     with Checkpoint.open(directory(name)) as checkpoint, ReferenceModel(checkpoint, probe=probe) as exact:
-        flips = explain(probe, lambda stop: exact.forward(ids[:stop], record=False).logits, logits)
-    assert len(flips) < 4
+        flips = explain(probe, lambda stop: exact.forward(ids[:stop], record=False).logits, logits, flips_per_row=2)
+    assert len(flips) <= 3 + len(ids) // 32
 
 
 @pytest.mark.parametrize("name", ["odd", "encoder-only"])

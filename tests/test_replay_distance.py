@@ -63,10 +63,13 @@ def test_the_command_prints_a_table_and_writes_json(directory, tmp_path):
     ids = np.random.default_rng(1).integers(3, 240, 100).tolist()
     prompts.write_text(json.dumps({"tokens": ids}) + "\n")
     arguments = ["compare", "--model", str(directory), "--replay", "--prompts", str(prompts), "--out", str(out)]
-    arguments += ["--continuation", "8", "--dtype", "float32", "--no-activation-quantization"]
+    arguments += ["--continuation", "8", "--dtype", "float32", "--no-activation-quantization", "--oracle"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     report = json.loads(out.read_text())
+    assert all(0 < entry["oracle_max"] < 1e-5 for entry in report["modes"])
+    result = CliRunner().invoke(app, [*arguments, "--oracle-budget", "1e-9"], catch_exceptions=False)
+    assert result.exit_code == 1 and "full in chunks: " in result.stderr
     assert report["prompt_lengths"] == [100]
     assert [set(entry) for entry in report["modes"]] == [{field.name for field in dataclasses.fields(Distance)}] * 5
     for mode in MODES:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import backend
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
@@ -193,7 +194,9 @@ class DraftRunner(ModelRunner):
         step = functools.partial(serve_draft, setup=self.setup, confidence=self.confidence)
         rows = jax.ShapeDtypeStruct((requests,), np.int32), jax.ShapeDtypeStruct((requests,), np.bool_)
         arguments = (abstract(self.weights), abstract(self.pools), *rows, abstract(sampling_inputs([], requests)))
-        executable = jax.jit(step).lower(*arguments).compile()
+        with backend.recording(self._operations):
+            lowered = jax.jit(step).lower(*arguments)
+        executable = lowered.compile()
         program = CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
         self._draft_programs[requests] = program
         return program

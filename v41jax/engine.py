@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from scheduler.runtime_config import EngineConfig, validate_runtime_config
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, RequestOutput, SamplingParams
 from scheduler.sequence import Sequence as RequestSequence
+from scheduler.tiers.build import open_store
+from scheduler.tiers.layout import TransferLayout
+from scheduler.tiers.page_tiers import PageTiers
+from v41jax.cache_identity import cache_identity
 from v41jax.config import ModelConfig
 from v41jax.detokenizer import Detokenizer
 from v41jax.draft_parameters import load_draft_parameters
@@ -38,17 +43,22 @@ from v41jax.engine_core import EngineCore, TokenScore
 from v41jax.engine_drafts import EngineDrafts, matching_profile
 from v41jax.engine_images import EngineImages, PromptImages
 from v41jax.engine_thread import EngineThread
+from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
 from v41jax.logit_edits import TokenConstraint
 from v41jax.memory_budget import PoolBudget, plan_pools
+from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
+from v41jax.multihost import Followers, LeadingRunner, hosts_of, join
+from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
+from v41jax.sharding import arrangement, check_mesh, make_mesh
 from v41jax.token_map import load_token_map
 from v41jax.tokenizer import Tokenizer
 from v41jax.vision_parameters import vision_parameters
@@ -245,16 +255,23 @@ class Engine:
         Raises:
           ConfigError: the checkpoint's config.json is invalid.
           RuntimeConfigError: with every option that cannot be served; nothing was read.
+          MeshError: the model cannot be cut over the mesh, or there are too few devices.
           CheckpointError: with every fault of the weights' files.
           ProfileError: the calibration profile was not measured with this model, device and options.
         """
         config = EngineConfig() if config is None else config
+        hosts = hosts_of(config)
         directory = Path(directory)
         if config.speculative_model is not None and Path(config.speculative_model).resolve() == directory.resolve():
             config = dataclasses.replace(config, speculative_model=None)
         root = json.loads((directory / "config.json").read_text())
-        view = ModelView.from_config(ModelConfig.from_dict(root), root)
+        model_config = ModelConfig.from_dict(root)
+        view = ModelView.from_config(model_config, root)
         validate_runtime_config(config, view)
+        parallel = arrangement(config.mesh, config.enable_expert_parallel)
+        check_mesh(model_config, parallel)
+        if hosts is not None:
+            join(hosts)
         geometry = config.geometry(view)
         precision = Precision(
             activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization
@@ -264,52 +281,70 @@ class Engine:
         resources: list[Any] = []
         try:
             sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
+            sees = sees and hosts is None
             drafts = config.num_speculative_tokens > 0
             scopes = ("text", *(("draft",) if drafts else ()), *(("vision",) if sees else ()))
             checkpoint = Checkpoint.open(directory, scopes=scopes)
             resources.append(checkpoint)
-            setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels)
+            setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels, parallel)
             if drafts:
                 check_draft(setup)
             profile = matching_profile(config, directory, setup, weights)
-            lookup = None
+            lookup, tables_held = None, None
             if checkpoint.config.text.engram_layer_ids:
                 token_map = load_token_map(directory, checkpoint.config)
-                tables = EngramTables.open(checkpoint)
+                tables: EngramTables | EngramDeviceTables
+                if config.engram_tables == "device":
+                    tables = EngramDeviceTables(checkpoint, make_mesh(parallel))
+                    tables_held = tables.arrays
+                else:
+                    tables = EngramTables.open(checkpoint)
                 resources.append(tables)
                 lookup = EngramLookup(checkpoint.config, token_map, tables)
             max_model_len = config.model_len(view)
-            params = load_parameters(
-                checkpoint, max_model_len=max_model_len, form=weights, dtype=precision.activation_dtype
-            )
+            load = {"max_model_len": max_model_len, "form": weights, "dtype": precision.activation_dtype}
+            mesh = make_mesh(parallel) if parallel.chips > 1 or hosts is not None else None
+            if mesh is None:
+                params = load_parameters(checkpoint, **load)
+            else:
+                params = load_on_mesh(checkpoint, mesh, parallel, **load)
             tower = jax.tree.map(jnp.asarray, vision_parameters(checkpoint)) if sees else None
             draft = None
             if drafts:
                 draft = load_draft_parameters(checkpoint, form=weights, dtype=precision.activation_dtype)
-            budget = plan_pools(config, geometry, max_model_len, (params, tower, draft))
+            budget = plan_pools(config, geometry, max_model_len, (params, tower, draft, tables_held))
             scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=not drafts)
-            options: dict[str, Any] = {
-                "num_pages": budget.num_pages,
-                "num_slots": budget.num_slots,
-                "num_images": budget.num_images,
-                "execution": "EAGER" if config.enforce_eager else config.execution_mode,
-                "scores_prompts": config.prompt_logprobs,
-            }
-            buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
-            engine_drafts = None
-            if draft is None:
-                runner = ModelRunner(params, setup, **options)
-            else:
+            make_runner: Callable[..., ModelRunner] = ModelRunner
+            if draft is not None:
                 confidence = calibrates or profile is not None
-                runner = drafting = DraftRunner(params, setup, draft, confidence=confidence, **options)
-                engine_drafts = EngineDrafts(scheduler, drafting, profile)
-                if calibrates:
-                    ladder = verify_ladder(geometry.speculative_tokens, True)
-                    buckets = dataclasses.replace(buckets, verify_rows=ladder)
-                if warm_up:
-                    drafting.warm_up_drafts(buckets.draft_requests)
+                make_runner = functools.partial(DraftRunner, draft_parameters=draft, confidence=confidence)
+            if mesh is not None:
+                make_runner = functools.partial(MeshRunner, mesh=mesh)
+            if hosts is not None:
+                followers = Followers(hosts)
+                resources.append(followers)
+                make_runner = functools.partial(LeadingRunner, mesh=mesh, followers=followers)
+            runner = make_runner(
+                params,
+                setup,
+                num_pages=budget.num_pages,
+                num_slots=budget.num_slots,
+                num_images=budget.num_images,
+                execution="EAGER" if config.enforce_eager else config.execution_mode,
+                scores_prompts=config.prompt_logprobs,
+            )
+            buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
+            engine_drafts = EngineDrafts(scheduler, runner, profile) if isinstance(runner, DraftRunner) else None
+            if calibrates:
+                buckets = dataclasses.replace(buckets, verify_rows=verify_ladder(geometry.speculative_tokens, True))
+            if warm_up and isinstance(runner, DraftRunner):
+                runner.warm_up_drafts(buckets.draft_requests)
             if warm_up:
                 runner.warm_up(buckets.shapes(scheduler.decoder_replay), images=sees)
+            if config.uses_tiers:
+                tiers = _open_tiers(config, runner, checkpoint, lookup)
+                resources.append(tiers)
+                scheduler.attach(tiers)
             has_tokenizer = (directory / "tokenizer.json").is_file()
             tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
             images = None
@@ -579,8 +614,34 @@ class Engine:
             **host,
             **({} if self.core.drafts is None else self.core.drafts.statistics()),
             **({} if self.core.images is None else self.core.images.statistics()),
+            **({} if self.core.scheduler.tiers is None else self.core.scheduler.tiers.statistics()),
         }
+
+    def get_kv_transfer_tensors(self) -> dict[str, Any]:
+        """The bytes of a page unit, plane by plane in transfer order, and of a STATE image where images are kept."""
+        layout = TransferLayout.of(self.core.runner.setup.geometry)
+        return layout.published(self.core.scheduler.manager.images is not None)
 
     def summary(self) -> dict[str, Any]:
         """What was built: device, memory, buckets, compile times."""
         return {**self.core.runner.summary(), **dataclasses.asdict(self.budget)}
+
+
+def _open_tiers(
+    config: EngineConfig, runner: ModelRunner, checkpoint: Checkpoint, lookup: EngramLookup | None
+) -> PageTiers:
+    """The tiers of the options, tied to a runner's pages; every transfer is compiled."""
+    geometry = runner.setup.geometry
+    memory = DevicePages(runner, geometry)
+    identity = cache_identity(config, geometry, checkpoint, lookup)
+    memory.warm_up(images=not config.encoder_swa_bounded_replay)
+    store = open_store(config, memory.layout, identity)
+    assert store is not None
+    return PageTiers(
+        store,
+        memory.layout,
+        identity,
+        memory,
+        block_size=geometry.block_size,
+        timeout_s=config.cache_fetch_timeout,
+    )

@@ -183,8 +183,11 @@ class EngineCore:
             self.drafts.deliver()
         batch = self.scheduler.schedule()
         previous = self._in_flight
+        tiers = self.scheduler.tiers
         if batch is None:
             self._in_flight = None
+            if tiers is not None and previous is None:
+                tiers.wait()
             return self._finish(previous)
         planned = time.perf_counter()
         waited = blocked = 0.0
@@ -216,6 +219,8 @@ class EngineCore:
         )
         image_rows = None if self.images is None else self.images.step_rows(batch, shape.rows)
         encoded = time.perf_counter()
+        if tiers is not None:
+            tiers.before_forward()
         output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops, image_rows)
         dispatched = time.perf_counter()
         window = self.runner.setup.geometry.window_size
@@ -248,6 +253,8 @@ class EngineCore:
         if step is None:
             return self.scheduler.take_outputs()
         outputs = self.scheduler.postprocess(step.batch, self._read(step))
+        if self.scheduler.tiers is not None:
+            self.scheduler.tiers.after_results()
         if step.scored:
             self.scores = _scores(step, outputs)
         if step.prompt_scored:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from scheduler.pools import Pools, allocate
 from v41jax.config import ModelConfig
 from v41jax.engram_hashing import history_before
 from v41jax.full_forward import ROW_BUCKETS, LoadedModel, compressed_of, engram_rows_of, step
+from v41jax.reference.records import SequenceState
+from v41jax.reference.replay_oracle import ReplayForward, ReplayOracle, reused_prefix
 from v41jax.spans import Span, batch_of
 
 Logits = NDArray[np.float64]
@@ -68,6 +71,8 @@ class Distance:
       top1: share of rows with the same most likely token.
       nll: mean negative log-likelihood of the prompt's own next token.
       nll_full: same of the full prefill on the same rows.
+      oracle_max: largest relative L2 distance of a row's logits from what the dense float64 oracle makes of the same
+        forwards; None where no oracle ran.
     """
 
     mode: str
@@ -80,6 +85,7 @@ class Distance:
     top1: float
     nll: float
     nll_full: float
+    oracle_max: float | None = None
 
 
 def replay_page(config: ModelConfig) -> int:
@@ -96,6 +102,7 @@ def measure_replay(
     *,
     continuation: int = 16,
     modes: Sequence[Mode] = MODES,
+    oracle: ReplayOracle | None = None,
     progress: Callable[[], None] | None = None,
 ) -> list[Distance]:
     """Measures every mode on every prompt.
@@ -105,21 +112,22 @@ def measure_replay(
       prompts: token ids, each at least two.
       continuation: last tokens of each prompt that are fed one after the other instead of prefilled.
       modes: to measure; the full prefill is always run.
+      oracle: of the same weights; runs every forward of every mode beside the model.
       progress: called after each prompt.
 
     Raises:
       ValueError: prompts or pages that nothing can be measured on.
     """
     _check(model, prompts, continuation)
-    collected: dict[str, list[tuple[Logits, Logits, NDArray[np.int32]]]] = {mode.name: [] for mode in modes}
+    collected: dict[str, list[_Measured]] = {mode.name: [] for mode in modes}
     for ids in prompts:
         cut = len(ids) - min(continuation, len(ids) - 1)
-        session = _Session(model, ids, cut)
-        expected = session.logits(FULL)
+        session = _Session(model, ids, cut, oracle)
+        expected, exact = session.logits(FULL)
         for mode in modes:
             if not mode.hit or session.hit:
-                given = expected if mode == FULL else session.logits(mode)
-                collected[mode.name].append((given, expected, ids[cut:]))
+                given, dense = (expected, exact) if mode == FULL else session.logits(mode)
+                collected[mode.name].append(_Measured(given, expected, dense, ids[cut:]))
         if progress is not None:
             progress()
     return [_distance(name, parts) for name, parts in collected.items() if parts]
@@ -142,11 +150,21 @@ def _check(model: LoadedModel, prompts: Sequence[NDArray[np.int32]], continuatio
         raise ValueError("; ".join(faults))
 
 
+class _Measured(NamedTuple):
+    """One prompt in one mode; all logits are [rows, V]."""
+
+    given: Logits
+    expected: Logits
+    oracle: Logits | None
+    targets: NDArray[np.int32]
+
+
 class _Session:
     """One prompt over pools that hold two requests: a full prefill, whose pages hits reuse, and the measured one."""
 
-    def __init__(self, model: LoadedModel, ids: NDArray[np.int32], cut: int):
-        self.model, self.ids, self.cut = model, ids, cut
+    def __init__(self, model: LoadedModel, ids: NDArray[np.int32], cut: int, oracle: ReplayOracle | None):
+        self.model, self.ids, self.cut, self.oracle = model, ids, cut, oracle
+        self.prefilled: SequenceState | None = None
         geometry = model.setup.geometry
         self.compressed = compressed_of(model.lookup, ids, None)
         self.block = geometry.block_size
@@ -156,8 +174,8 @@ class _Session:
         self.hit = (cut - 1) // self.block * self.block
         self.pools: Pools = allocate(geometry, 2 * self.pages, 2)
 
-    def logits(self, mode: Mode) -> Logits:
-        """[len(ids) - cut, V]: rows cut - 1 .. len(ids) - 2."""
+    def logits(self, mode: Mode) -> tuple[Logits, Logits | None]:
+        """[len(ids) - cut, V]: rows cut - 1 .. len(ids) - 2, of the model and of the oracle."""
         own = range(self.pages, 2 * self.pages)
         slot, pages = (_FULL, range(self.pages)) if mode == FULL else (_REPLAYED, own)
         if mode.hit:
@@ -167,17 +185,38 @@ class _Session:
         budget = 2 * self.block if mode.small_chunks else self.rows
         position, rows = self.hit if mode.hit else 0, []
         rebuild = mode.hit
+        forwards = []
         while position < self.cut:
             plan = plan_chunk(position, self.cut, budget, True, rebuild, rules)
             assert plan is not None, "a lone request always makes progress with two pages of rows"
             fields = replay_fields(plan.start, position, rebuild)
             rows = self._forward(plan.start, plan.end, slot, pages, mode.tail, plan.is_final, **fields._asdict())
+            forwards.append(ReplayForward(plan.start, position, plan.end, plan.is_final, rebuild, mode.tail))
             position, rebuild = plan.end, False
-        rest = len(self.ids) - 1 - self.cut
-        if not rest:
-            return rows
-        after = self._forward(self.cut, self.cut + rest, slot, pages, False, True, continuation=True)
-        return np.concatenate([rows, after])
+        end = len(self.ids) - 1
+        if end > self.cut:
+            after = self._forward(self.cut, end, slot, pages, False, True, continuation=True)
+            rows = np.concatenate([rows, after])
+            forwards.append(ReplayForward(self.cut, self.cut, end))
+        return rows, self._oracle_logits(mode, forwards)
+
+    def _oracle_logits(self, mode: Mode, forwards: list[ReplayForward]) -> Logits | None:
+        """What the oracle makes of the forwards of one mode: the last row of the prefill, every row after it."""
+        if self.oracle is None:
+            return None
+        state = None
+        if mode.hit:
+            assert self.prefilled is not None, "the full prefill runs first"
+            state = reused_prefix(self.prefilled, self.hit, dict(self.model.setup.geometry.owners))
+        rows = []
+        for forward in forwards:
+            output = self.oracle.forward(self.ids[forward.start : forward.end], state, forward)
+            state = output.state
+            if forward.is_final:
+                rows.append(output.logits if forward.start == self.cut else output.logits[-1:])
+        if mode == FULL:
+            self.prefilled = state
+        return np.concatenate(rows)
 
     def _forward(
         self,
@@ -228,10 +267,13 @@ def _bucket(rows: int) -> int:
     return next((bucket for bucket in ROW_BUCKETS if bucket >= rows), rows)
 
 
-def _distance(name: str, parts: list[tuple[Logits, Logits, NDArray[np.int32]]]) -> Distance:
-    given, expected, targets = (np.concatenate(column) for column in zip(*parts))
+def _distance(name: str, parts: list[_Measured]) -> Distance:
+    given, expected, targets = (
+        np.concatenate([getattr(part, column) for part in parts]) for column in ("given", "expected", "targets")
+    )
+    dense = [part.oracle for part in parts if part.oracle is not None]
     ours, theirs = _log_probabilities(given), _log_probabilities(expected)
-    norms = np.linalg.norm(given - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    norms = _relative(given, expected)
     divergence = np.maximum((np.exp(theirs) * (theirs - ours)).sum(axis=1), 0)
     rows = np.arange(len(targets))
     return Distance(
@@ -245,7 +287,12 @@ def _distance(name: str, parts: list[tuple[Logits, Logits, NDArray[np.int32]]]) 
         top1=float((given.argmax(axis=1) == expected.argmax(axis=1)).mean()),
         nll=float(-ours[rows, targets].mean()),
         nll_full=float(-theirs[rows, targets].mean()),
+        oracle_max=float(_relative(given, np.concatenate(dense)).max()) if dense else None,
     )
+
+
+def _relative(given: Logits, expected: Logits) -> NDArray[np.float64]:
+    return np.linalg.norm(given - expected, axis=1) / np.linalg.norm(expected, axis=1)
 
 
 def _log_probabilities(logits: Logits) -> Logits:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels import backend
 from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
@@ -251,14 +252,24 @@ class ModelRunner:
         self.scores_prompts = scores_prompts
         self._execution = execution
         self._pieces: dict[str, PiecewiseStep] = {}
-        self._pools = pool_arrays.allocate(setup.geometry, num_pages, num_slots)
-        self._images: Images = allocate_images(setup.geometry, self._pools, num_images)
+        self._images: Images
+        self._pools, self._images, self._adjustments = self._allocate(num_images)
         self._copies = StateCopies()
-        self._adjustments = jnp.zeros((num_slots, setup.config.text.vocab_size), jnp.float32)
         self._empty_edits: dict[int, LogitEdits] = {}
         self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
+        self._operations: backend.Choices = {}
         self._warm = False
         self._failed = False
+
+    def _allocate(self, num_images: int) -> tuple[Pools, Images, Array]:
+        """Pools, checkpoint images and logit adjustments of the runner's size."""
+        pools = pool_arrays.allocate(self.setup.geometry, self.num_pages, self.num_slots)
+        adjustments = jnp.zeros((self.num_slots, self.setup.config.text.vocab_size), jnp.float32)
+        return pools, allocate_images(self.setup.geometry, pools, num_images), adjustments
+
+    def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
+        """The whole step, to be lowered for these (abstract) arguments."""
+        return jax.jit(self.step_function(shape), donate_argnums=(1, 2))
 
     @property
     def pools(self) -> Pools:
@@ -268,6 +279,15 @@ class ModelRunner:
     def replace_pools(self, pools: Pools) -> None:
         """Puts other contents in place (tests poison memory with it)."""
         self._pools = pools
+
+    @property
+    def images(self) -> Images:
+        """The live STATE images; as `pools`."""
+        return self._images
+
+    def replace_images(self, images: Images) -> None:
+        """Puts other contents in place."""
+        self._images = images
 
     # Compilation ---------------------------------------------------------------------------------------------
 
@@ -306,7 +326,9 @@ class ModelRunner:
         ]
         if images:
             arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
-        executable = jax.jit(self.step_function(shape), donate_argnums=(1, 2)).lower(*arguments).compile()
+        with backend.recording(self._operations):
+            lowered = self._jit_step(shape, arguments).lower(*arguments)
+        executable = lowered.compile()
         program = CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
         self._compiled[key] = program
         return program
@@ -368,7 +390,10 @@ class ModelRunner:
         try:
             if ops is not None:
                 self._maintain(ops)
-            self._pools, self._adjustments, output = program(self.weights, self._pools, self._adjustments, *arguments)
+            with backend.recording(self._operations):
+                self._pools, self._adjustments, output = program(
+                    self.weights, self._pools, self._adjustments, *arguments
+                )
         except BaseException:
             self._failed = True
             raise
@@ -433,7 +458,10 @@ class ModelRunner:
         return list(self._compiled.values())
 
     def summary(self) -> dict[str, Any]:
-        """Buckets, compile times and memory: what an operator reads after start-up."""
+        """Buckets, compile times and memory: what an operator reads after start-up.
+
+        `operations` says which implementation each operation uses in the programs that exist, and why.
+        """
         device = jax.devices()[0]
         return {
             "device": device.device_kind,
@@ -449,6 +477,7 @@ class ModelRunner:
             "compile_seconds": round(sum(step.seconds for step in self.programs), 3),
             "recompiles_after_warm_up": self.recompiles,
             "kernels": self.setup.kernels,
+            "operations": {name: list(choices) for name, choices in sorted(self._operations.items())},
             "execution": self._execution,
         }
 

@@ -169,6 +169,7 @@ def _kernel(plane: tpu_index_keys.Plane, blocks_of_line: int, total: int):
         row = pl.program_id(0) * ROWS + row_in_block
         bound = bounds_ref[row]
         lane = lax.broadcasted_iota(jnp.int32, (1, LINE), 1)
+        sublane = lax.broadcasted_iota(jnp.int32, (ROWS, LINE), 0)
 
         def lines(count, lines_ref, table_ref):
             return tpu_index_keys.Lines(
@@ -215,8 +216,9 @@ def _kernel(plane: tpu_index_keys.Plane, blocks_of_line: int, total: int):
                 scores = scores_ref[pl.ds(lax.div(block, blocks_of_line), 1), :]
                 mine = (lane >= place * block_size) & (lane < (place + 1) * block_size) & seen
                 out = jnp.where(mine, backend.tpu().roll(scores, shift, 1), out)
+            # A row of a tile cannot be stored at a dynamic lane: the whole tile is, the other rows as they were.
             lanes = pl.ds(pl.multiple_of(index * LINE, LINE), LINE)
-            out_ref[pl.ds(row_in_block, 1), lanes] = out
+            out_ref[:, lanes] = jnp.where(sublane == row_in_block, out, out_ref[:, lanes])
             return carry
 
         lax.fori_loop(0, candidates_ref.shape[2] // blocks_of_line, compact, 0)

@@ -33,6 +33,7 @@ from v41jax.draft_runner import DraftRunner
 from v41jax.engine_core import EngineCore
 from v41jax.engine_drafts import EngineDrafts
 from v41jax.full_forward import load_model
+from v41jax.parameters import WeightForm
 from v41jax.precision import Precision
 from v41jax.runner import ModelRunner
 
@@ -158,13 +159,20 @@ class Serving:
     Args of the constructor:
       directory: checkpoint.
       decode: batch sizes of the decode programs.
+      form: of the weights.
       options: of `EngineConfig`, fixed for all scenarios.
 
     Attributes:
       changeable: names of the options that a session may choose.
     """
 
-    def __init__(self, directory: Path, decode: tuple[int, ...] = (REQUESTS,), **options: Any):
+    def __init__(
+        self,
+        directory: Path,
+        decode: tuple[int, ...] = (REQUESTS,),
+        form: WeightForm = "dequantized",
+        **options: Any,
+    ):
         self.options = {
             "kv_cache_block_size": PAGE,
             "max_num_batched_tokens": ROWS,
@@ -177,7 +185,14 @@ class Serving:
         self.changeable = tuple(field.name for field in dataclasses.fields(config) if field.name not in options)
         precision = Precision(jnp.dtype(config.dtype), config.activation_quantization)
         drafts = config.num_speculative_tokens
-        self.model = load_model(directory, precision, max_model_len=MAX_LEN, speculative_tokens=drafts)
+        self.model = load_model(
+            directory,
+            precision,
+            max_model_len=MAX_LEN,
+            form=form,
+            kernels=config.kernels,
+            speculative_tokens=drafts,
+        )
         self.view = ModelView.from_config(self.model.setup.config)
         self.geometry = config.geometry(self.view)
         self.buckets = dataclasses.replace(OneShape.of(decode), verify_rows=(drafts + 1,) if drafts else ())
@@ -185,7 +200,7 @@ class Serving:
         pools = {"num_pages": PAGES, "num_slots": SLOTS, "num_images": PAGES // self.geometry.units_per_image}
         if drafts:
             with Checkpoint.open(directory, scopes=("text", "draft")) as opened:
-                draft = load_draft_parameters(opened, form="dequantized", dtype=precision.activation_dtype)
+                draft = load_draft_parameters(opened, form=form, dtype=precision.activation_dtype)
             self.runner = WatchedDraftRunner(self.model.params, setup, draft, **pools)
         else:
             self.runner = WatchedRunner(self.model.params, setup, **pools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,6 +32,14 @@ def compare(
     activation_quantization: Annotated[
         bool, typer.Option(help="Fake-quantize activations as the model was trained.")
     ] = True,
+    oracle: Annotated[
+        bool,
+        typer.Option("--oracle", help="Check every forward with the dense float64 oracle; exit 1 past its budget."),
+    ] = False,
+    oracle_budget: Annotated[
+        float,
+        typer.Option(help="Largest relative distance to the oracle; the default suits float32 without quantization."),
+    ] = 1e-4,
     out: Annotated[Path | None, typer.Option(help="Write the measurements as JSON to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Of random prompts.")] = 0,
 ) -> None:
@@ -42,6 +52,8 @@ def compare(
     from v41jax.full_forward import load_model
     from v41jax.precision import Precision
     from v41jax.prompt_logits import check_ids
+    from v41jax.reference import ReferenceModel
+    from v41jax.reference.replay_oracle import ReplayOracle
     from v41jax.replay_distance import measure_replay, replay_page
 
     with Checkpoint.open(model, scopes=("text",)) as checkpoint:
@@ -55,12 +67,22 @@ def compare(
     ids = [check_ids(np.asarray(prompt), config.text.vocab_size) for prompt in given]
     precision = Precision(jnp.dtype(dtype.value), activation_quantization)
     longest = max(len(prompt) for prompt in ids)
-    with (
-        load_model(model, precision, max_model_len=longest, block_size=replay_page(config)) as loaded,
-        Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar,
-    ):
+    with contextlib.ExitStack() as opened:
+        loaded = opened.enter_context(
+            load_model(model, precision, max_model_len=longest, block_size=replay_page(config))
+        )
+        exact = None
+        if oracle:
+            weights = opened.enter_context(Checkpoint.open(model, scopes=("text",)))
+            reference = ReferenceModel(weights, activation_quantization=activation_quantization)
+            exact = ReplayOracle(opened.enter_context(reference))
+        bar = opened.enter_context(
+            Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        )
         task = bar.add_task("measuring", total=len(ids))
-        distances = measure_replay(loaded, ids, continuation=continuation, progress=lambda: bar.advance(task))
+        distances = measure_replay(
+            loaded, ids, continuation=continuation, oracle=exact, progress=lambda: bar.advance(task)
+        )
     report = {
         "model": str(model),
         "dtype": dtype.value,
@@ -72,6 +94,15 @@ def compare(
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     Console().print(_table(report["modes"]))
+    past = [
+        distance for distance in distances if distance.oracle_max is not None and distance.oracle_max > oracle_budget
+    ]
+    for distance in past:
+        print(
+            f"{distance.mode}: {distance.oracle_max:.2e} from the oracle, budget {oracle_budget:.2e}", file=sys.stderr
+        )
+    if past:
+        raise typer.Exit(1)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -98,9 +129,10 @@ def tokens_of(request: dict[str, Any], model: Path) -> list[int]:
 
 
 def _table(modes: list[dict[str, Any]]) -> Table:
-    table = Table(title="distance to full prefill: means over rows")
+    table = Table(title="distance to full prefill: means over rows", box=SIMPLE, pad_edge=False)
     table.add_column("mode", no_wrap=True)
-    for heading in ("rows", "logits", "KL", "top-1", "NLL", "change"):
+    checked = any(entry["oracle_max"] is not None for entry in modes)
+    for heading in ("rows", "logits", "KL", "top-1", "NLL", "change", *(("oracle",) if checked else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in modes:
         table.add_row(
@@ -111,5 +143,6 @@ def _table(modes: list[dict[str, Any]]) -> Table:
             f"{entry['top1']:.1%}",
             f"{entry['nll']:.4f}",
             f"{entry['nll'] - entry['nll_full']:+.4f}",
+            *([f"{entry['oracle_max']:.1e}"] if checked else ()),
         )
     return table

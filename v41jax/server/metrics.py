@@ -54,6 +54,49 @@ _LISTS = {
 """Lists: name, text, label, and the label's value of the first entry."""
 
 
+_TRANSFERS = {
+    "searches": "Searches for pages of waiting requests.",
+    "timeouts": "Searches that had not ended when their request would wait no longer.",
+    "failures": "Searches that ended with an unexpected error.",
+    "pages_adopted": "Pages brought to the device.",
+    "images_adopted": "State images brought to the device.",
+    "pages_unused": "Pages fetched in vain.",
+    "pages_saved": "Pages read back for the tiers.",
+    "images_saved": "State images read back for the tiers.",
+    "saves_dropped": "Pages and images not kept because the tiers could not follow.",
+    "wait_seconds": "Seconds that requests whose turn it was waited for pages.",
+}
+_TIERS = {
+    "hits": "Pages found.",
+    "misses": "Pages not found.",
+    "writes": "Pages written.",
+    "evictions": "Pages that had to go for others.",
+    "corrupt": "Pages that were not what was written.",
+    "errors": "Operations that failed.",
+    "skipped": "Operations left out after a failure.",
+    "bytes_read": "Bytes of pages found.",
+    "bytes_written": "Bytes of pages written.",
+    "read_seconds": "Seconds spent in lookups.",
+    "write_seconds": "Seconds spent in writes.",
+}
+
+
+def _tier_metrics(values: dict[str, Any]) -> Iterable[Metric]:
+    """Of pages beyond the device, one sample a tier."""
+    for key, text in _TRANSFERS.items():
+        yield CounterMetricFamily(f"{PREFIX}_transfer_{key}", text, value=values["transfers"][key])
+    for key, text in _TIERS.items():
+        family = CounterMetricFamily(f"{PREFIX}_tier_{key}", text, labels=("tier",))
+        for tier, found in values["tiers"].items():
+            family.add_metric((tier,), found[key])
+        yield family
+    for key, text in (("pages", "Pages kept."), ("bytes", "Bytes of pages kept.")):
+        gauge = GaugeMetricFamily(f"{PREFIX}_tier_{key}", text, labels=("tier",))
+        for tier, found in values["tiers"].items():
+            gauge.add_metric((tier,), found[key])
+        yield gauge
+
+
 class _EngineTotals:
     """Collector that reads the engine when metrics are asked for; numbers an engine does not have are left out."""
 
@@ -74,6 +117,8 @@ class _EngineTotals:
                 for number, value in enumerate(values[key], first):
                     family.add_metric([str(number)], value)
                 yield family
+        if "tiers" in values:
+            yield from _tier_metrics(values)
 
 
 class Metrics:
