@@ -420,8 +420,11 @@ def _speculation_faults(config: EngineConfig, view: ModelView) -> list[str]:
                 f"speculative_model {config.speculative_model!r}: the draft's weights are the checkpoint's own"
             )
         chips = math.prod(config.mesh.values())
-        if chips > 1:
-            faults.append(f"speculation runs on one device, the mesh has {chips}: leave speculative_method unset")
+        if chips > 1 or config.num_processes > 1:
+            faults.append(
+                f"speculation runs on one device, not on a mesh of {chips} in {config.num_processes} processes: leave "
+                "speculative_method unset"
+            )
         if 1 <= config.max_num_batched_tokens <= config.num_speculative_tokens:
             faults.append(
                 f"max_num_batched_tokens {config.max_num_batched_tokens} cannot hold the "

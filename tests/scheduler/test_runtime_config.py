@@ -157,6 +157,10 @@ def test_accepted_options(options):
         ({"num_speculative_tokens": 5}, "num_speculative_tokens 5 needs speculative_method"),
         ({"speculative_method": "eagle", "num_speculative_tokens": 5}, "speculative_method 'eagle'"),
         ({"speculative_method": "dspark"}, "num_speculative_tokens 0 is outside 1..5"),
+        (
+            {"speculative_method": "dspark", "num_speculative_tokens": 5, "mesh": {"data": 1, "model": 2}},
+            "speculation runs on one device",
+        ),
         ({"speculative_method": "dspark", "num_speculative_tokens": 6}, "num_speculative_tokens 6 is outside 1..5"),
         (
             {"speculative_method": "dspark", "num_speculative_tokens": 5, "speculative_model": "x"},
