@@ -175,6 +175,7 @@ class Sequence:
       demand_pos: boundary at which a missing checkpoint image shortened a hit; 0 without one.
       last_checkpoint_pos: position of the latest image kept for this request.
       block_hashes: memoised chained hashes of the leading full blocks.
+      drafts: tokens proposed to follow the newest one, of this generation; empty without.
       cache_keys: memoised names of these blocks' pages outside the device.
       arrival: scheduler clock at submission, seconds.
     """
@@ -186,6 +187,7 @@ class Sequence:
         "block_table",
         "cache_keys",
         "demand_pos",
+        "drafts",
         "generation",
         "images",
         "last_checkpoint_pos",
@@ -252,6 +254,7 @@ class Sequence:
         self.demand_pos = 0
         self.last_checkpoint_pos = 0
         self.block_hashes: list[int] = []
+        self.drafts: tuple[int, ...] = ()
         self.cache_keys: list[bytes] = []
         self.arrival = 0.0
 

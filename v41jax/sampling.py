@@ -85,7 +85,7 @@ def edit_logits(logits: Array, adjustments: Array, edits: LogitEdits) -> tuple[A
       The adjustments after this step's changes, and the logits to choose from, [F, V]; tokens that are not allowed
       are -inf.
     """
-    slots, vocabulary = adjustments.shape
+    slots = adjustments.shape[0]
     adjustments = adjustments.at[edits.slots, edits.tokens].add(edits.changes, mode="drop")
     adjusted = edits.slots < slots
 
@@ -93,13 +93,19 @@ def edit_logits(logits: Array, adjustments: Array, edits: LogitEdits) -> tuple[A
         rows = adjustments[jnp.minimum(edits.slots, slots - 1)]
         return jnp.where(adjusted[:, None], logits + rows, logits)
 
-    def constrain(values: Array) -> Array:
+    edited = jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits)
+    return adjustments, constrain(edited, edits)
+
+
+def constrain(logits: Array, edits: LogitEdits) -> Array:
+    """Logits, [F, V], with -inf for the tokens that a constrained row does not allow."""
+
+    def mask(values: Array) -> Array:
         bits = (edits.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        bits = bits.reshape(len(bits), 32 * bits.shape[1])[:, :vocabulary]
+        bits = bits.reshape(len(bits), 32 * bits.shape[1])[:, : values.shape[1]]
         return jnp.where(edits.constrained[:, None] & (bits == 0), -jnp.inf, values)
 
-    edited = jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits)
-    return adjustments, jax.lax.cond(jnp.any(edits.constrained), constrain, lambda values: values, edited)
+    return jax.lax.cond(jnp.any(edits.constrained), mask, lambda values: values, logits)
 
 
 def token_scores(logits: Array, chosen: Array, wanted: Array, alternatives: int = MAX_ALTERNATIVES) -> TokenScores:

@@ -150,6 +150,21 @@ def test_a_preempted_request_is_followed_from_what_it_kept():
     assert not all(reader.allowed(tokenizer().encode_with_control("abcd mnop")))
 
 
+def test_rejected_proposals_are_taken_back():
+    """As if they had never been seen, also when they ended the reply, and without reading it from its beginning."""
+    reader = Reader(content_grammar("choice", ["abcd efgh", "abcd ijkl"]))
+    whole, other = (tokenizer().encode_with_control(f"abcd {end}") for end in ("efgh", "ijkl"))
+    start = next(index for index, (left, right) in enumerate(zip(whole, other)) if left != right)
+    for drafted in ([*whole, reader.end], whole, other[:-1]):
+        assert all(reader.allowed(drafted))
+        words = np.full(4040, 0xFFFFFFFF, np.uint32)
+        reader.constraint.write_mask(GeneratedTokens(np.asarray(other[:start], np.int32), other[start]), words)
+        token = other[start + 1] if start + 1 < len(other) else reader.end
+        assert words[token // 32] >> (token % 32) & 1
+        assert not words[whole[-1] // 32] >> (whole[-1] % 32) & 1
+    assert all(reader.allowed(other))
+
+
 def test_a_grammar_that_does_not_compile_names_its_field():
     with pytest.raises(ProtocolError, match="tools: cannot be enforced"):
         compiler().compile(ReplyGrammar("start: missing_rule", "tools"), after=None, kept_out=())

@@ -94,8 +94,13 @@ def size_fault(lark: str) -> str | None:
     return None
 
 
+_TAKEN_BACK = 16
+"""Newest tokens that may turn out otherwise; more than a draft and what is in flight. What lies further back stays."""
+
+
 class GrammarConstraint:
-    """A `TokenConstraint`. Follows what was generated, also when a preempted request comes back with less of it."""
+    """A `TokenConstraint`. Follows what was generated, also when a preempted request comes back with less of it or when
+    proposals of a draft that it followed were rejected."""
 
     def __init__(self, matcher: LLMatcher, end: int, after: int | None, kept_out: tuple[int, ...]):
         self._matcher = matcher
@@ -104,6 +109,8 @@ class GrammarConstraint:
         self._kept_out = kept_out
         self._seen: list[int] = []
         self._begun = after is None
+        self._begun_at = 0  # tokens seen before the grammar begins
+        self._fed = 0  # tokens from there on that the matcher has taken in
 
     def copy(self) -> GrammarConstraint:
         """The same constraint for another choice; of one that has seen nothing."""
@@ -130,22 +137,45 @@ class GrammarConstraint:
         return True
 
     def _follow(self, generated: GeneratedTokens) -> None:
-        """Takes in the newest token, or starts over when the tokens before it are not those seen."""
-        count = generated.count
-        newest_only = len(self._seen) == count - 1 and (count < 2 or self._seen[-1] == int(generated.before[-1]))
-        if newest_only and generated.newest is not None:
+        """Takes back what was seen and not generated, and takes in what is new."""
+        count, before = generated.count, generated.before
+        first = max(0, min(count, len(self._seen)) - _TAKEN_BACK)
+        kept = first
+        while kept < min(count, len(self._seen)):
+            token = generated.newest if kept == len(before) else int(before[kept])
+            if token != self._seen[kept]:
+                break
+            kept += 1
+        if first and kept == first:
+            kept = 0
+        self._take_back(kept)
+        for token in before[len(self._seen) :].tolist():
+            self._take(token)
+        if generated.newest is not None and len(self._seen) < count:
             self._take(generated.newest)
-        elif count != len(self._seen) or (count and self._seen[-1] != generated.newest):
-            self._matcher.reset()
-            self._seen, self._begun = [], self._after is None
-            for token in generated.before.tolist():
-                self._take(token)
-            if generated.newest is not None:
-                self._take(generated.newest)
+
+    def _take_back(self, kept: int) -> None:
+        """Forgets all but the first `kept` tokens seen."""
+        if kept == len(self._seen):
+            return
+        fed = max(0, min(self._fed, kept - self._begun_at)) if self._begun else 0
+        if not self._matcher.is_error() and (fed == self._fed or self._matcher.rollback(self._fed - fed)):
+            del self._seen[kept:]
+            self._fed = fed
+            self._begun = self._begun and kept >= self._begun_at
+            return
+        seen = self._seen[:kept]
+        self._matcher.reset()
+        self._seen, self._fed, self._begun, self._begun_at = [], 0, self._after is None, 0
+        for token in seen:
+            self._take(token)
 
     def _take(self, token: int) -> None:
         self._seen.append(token)
         if self._begun:
-            self._matcher.consume_token(token)
+            # A matcher that has stopped counts no token, and could not take it back.
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+                self._fed += 1
         elif token == self._after:
-            self._begun = True
+            self._begun, self._begun_at = True, len(self._seen)
