@@ -97,7 +97,7 @@ class SamplingParams:
             value = getattr(self, name)
             if name == "seed" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
                 yield f"{name} {value!r} must be a whole number of at least {low}" + (
                     "" if high == math.inf else f" and at most {high}"
                 )
