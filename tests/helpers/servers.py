@@ -68,6 +68,7 @@ def small_config() -> ModelConfig:
 
 def write_checkpoint(directory: Path, scopes: tuple[str, ...] = ("text", "vision")) -> Path:
     """Random weights for `small_config`, with the tokenizer it is made for."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
     file = directory.with_name(f"{directory.name}.tokenizer.json")
     file.write_text(json.dumps(small_definition()), encoding="utf-8")
     synthesize(directory, small_config(), seed=5, scopes=scopes, tokenizer=file)
