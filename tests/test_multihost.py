@@ -44,6 +44,9 @@ def test_faults_of_the_flags_are_named_together():
         hosts_of(config)
     for part in ("'nowhere' must read HOST:PORT", "process_id 2 must lie in 0..1", "fewer chips", "vision 'on'"):
         assert part in str(error.value)
+    remote = EngineConfig(coordinator="10.0.0.1:8476", num_processes=2, mesh={"data": 1, "model": 2})
+    with pytest.raises(ValueError, match="is not this machine: set V41JAX_HOSTS_SECRET"):
+        hosts_of(remote)
     with pytest.raises(ValueError, match="num_processes 2 needs a coordinator"):
         hosts_of(EngineConfig(num_processes=2))
 

@@ -52,7 +52,7 @@ SILENCE_S = 15.0
 JOIN_S = 600.0
 """Seconds that process 0 waits for the others."""
 SECRET_VARIABLE = "V41JAX_HOSTS_SECRET"
-"""Environment variable with what the processes prove to each other; set it on a network that others share."""
+"""Environment variable with what the processes prove to each other; a coordinator on another machine needs it."""
 LOST_EXIT_CODE = 75
 """Exit code of a process that lost another one."""
 
@@ -107,6 +107,9 @@ def hosts_of(config: EngineConfig) -> Hosts | None:
     hosts = Hosts(config.coordinator, config.num_processes, config.process_id)
     hosts = hosts if secret is None else dataclasses.replace(hosts, secret=secret.encode())
     faults = hosts_faults(hosts)
+    if secret is None and hosts.coordinator.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+        # What travels is unpickled: whoever can connect could run anything.
+        faults.append(f"coordinator {hosts.coordinator!r} is not this machine: set {SECRET_VARIABLE} on all processes")
     if math.prod(config.mesh.values()) < hosts.processes:
         faults.append(f"mesh {dict(config.mesh)} has fewer chips than num_processes {hosts.processes}")
     if config.vision == "on":
