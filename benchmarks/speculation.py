@@ -33,7 +33,8 @@ from v41jax.calibration import measure_profile
 from v41jax.confidence_profile import running_identity
 from v41jax.config import ModelConfig
 from v41jax.draft_parameters import DraftParameters
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 from v41jax.presets import preset
 from v41jax.replay_distance import replay_page
 

@@ -29,7 +29,8 @@ from scheduler.sequence import SamplingParams
 from scheduler.tiers.build import open_store
 from scheduler.tiers.keys import CacheIdentity
 from scheduler.tiers.page_tiers import PageTiers
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 from v41jax.page_transfer import DevicePages
 
 FIRST = SamplingParams(max_tokens=1, ignore_eos=True)

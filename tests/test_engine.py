@@ -12,7 +12,8 @@ import pytest
 from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN, load_expected
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 from v41jax.full_forward import full_forward, load_model
 from v41jax.precision import Precision
 

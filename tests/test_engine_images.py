@@ -20,9 +20,10 @@ from tests.helpers import models
 from tests.helpers.golden import span_embeddings
 from tests.vision.builders import encoded, random_image, random_picture
 from v41jax.config import ModelConfig
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
 from v41jax.engine_core import EngineCore
 from v41jax.engine_images import EngineImages
+from v41jax.engine_requests import Prompt
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_spans import span_token_types

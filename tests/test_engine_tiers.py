@@ -15,7 +15,8 @@ from scheduler.sequence import SamplingParams
 from tests.helpers.redis_server import RedisServer
 from tests.test_engine import CHECKPOINT, CONFIG
 from v41jax.cache_identity import cache_identity, model_identity
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 from v41jax.server.metrics import Metrics
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -15,7 +15,8 @@ from scheduler.buckets import decode_ladder
 from scheduler.scheduled_batch import Phase
 from v41jax.confidence import Blocks, fit_temperatures, reliability, step_rates
 from v41jax.confidence_profile import Identity, Profile, evidence_of
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 
 HELD_OUT = 1 / 3
 """Share of the requests that judge the temperatures fitted on the others."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from v41jax.commands.generate import PromptsError, engine_prompts, located_prompts, read_prompts
-from v41jax.engine import Prompt
+from v41jax.engine_requests import Prompt
 
 
 class RecordingEngine:

@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.helpers.servers import CONFIG, small_config
 from tests.helpers.tokenizers import small_tokenizer
-from v41jax.engine import Delta, Prompt
 from v41jax.engine_core import TokenScore
+from v41jax.engine_requests import Delta, Prompt
 from v41jax.image_planning import ImageError
 
 WORDS = "Two is a prime."

@@ -16,7 +16,8 @@ from scheduler.sequence import SamplingError, SamplingParams
 from v41jax.commands.engine_options import with_engine_options
 
 if TYPE_CHECKING:
-    from v41jax.engine import Engine, Generation, Prompt
+    from v41jax.engine import Engine
+    from v41jax.engine_requests import Generation, Prompt
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 _KEYS = {"prompt", "tokens", "images", "arrival_step", *_SAMPLING}

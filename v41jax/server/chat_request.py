@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from v41jax.engine import Prompt
 from v41jax.engine_images import PromptImages
+from v41jax.engine_requests import Prompt
 from v41jax.image_sources import load_images
 from v41jax.protocol import (
     EncodedPrompt,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from v41jax.engine import Prompt
+from v41jax.engine_requests import Prompt
 from v41jax.protocol import ProtocolError
 from v41jax.protocol.errors import Fault, shorten
 from v41jax.protocol.json_text import unencodable

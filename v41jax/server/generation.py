@@ -10,9 +10,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from scheduler.sequence import SamplingParams as EngineSampling
-from v41jax.engine import Delta, Prompt, QueueFullError
+from v41jax.engine import QueueFullError
 from v41jax.engine_core import StepFailedError
 from v41jax.engine_images import PromptImages
+from v41jax.engine_requests import Delta, Prompt
 from v41jax.image_leases import ImageCapacityError
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.errors import ApiError
