@@ -118,7 +118,7 @@ def explain(
       likely: (site, index) in the order in which they are needed; tried first, so that known flips cost no search. A
         row may need several of these, and only one that is searched for.
       tolerance: a row departs beyond this.
-      explained: a flip explains a row that comes within this.
+      explained: a flip explains a row that comes within this, and within `tolerance`.
       noise: no value farther from a boundary is considered.
       flips_per_row: a row may need this many that no earlier row showed, each the one that helps most.
 
@@ -128,6 +128,7 @@ def explain(
     Raises:
       AssertionError: a departing row that no value within `noise` of a boundary explains.
     """
+    explained = min(explained, tolerance)
     remaining = list(likely)
     probe.flips = ()
     while True:
