@@ -10,10 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import bench, bench_serve, calibrate, checkpoint, compare, generate, logits, plan, serve
-
-_UsageError = typer.BadParameter.__bases__[0]
-"""Any error of arguments; typer has it under a public name only by its subclass."""
+from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
 
 app = typer.Typer(
     name="v41jax",
@@ -23,16 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("calibrate")(calibrate.calibrate)
 app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
 app.command("logits")(logits.logits)
-app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
-benches = typer.Typer()
-benches.callback(invoke_without_command=True)(bench.bench)
-benches.command("serve")(bench_serve.serve)
-app.add_typer(benches, name="bench")
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+bench.command("serve")(bench_serve.serve)
+app.add_typer(bench, name="bench")
 
 
 def fault_lines(error: Exception) -> list[str]:
@@ -48,17 +42,8 @@ def fault_lines(error: Exception) -> list[str]:
 def main() -> None:
     """Runs the command line and exits."""
     try:
-        code = app(standalone_mode=False)
-    except _UsageError as error:
-        # Without arguments help was printed and nothing is left to say.
-        message = " ".join(error.format_message().split())
-        if message:
-            print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
-    except typer.Abort:
-        sys.exit(130)
+        app()
     except (ValueError, OSError) as error:
         for line in fault_lines(error):
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(code or 0)
