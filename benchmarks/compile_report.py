@@ -18,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from tests import compile_gates
 from tests.compile_gates import gpu, tpu
+from tests.compile_gates.fused_builds import fused_builds
 
 KIB = 1024
 
@@ -53,6 +54,17 @@ def tpu_rows(targets: Iterable[str], only: str) -> Iterator[str]:
             )
 
 
+def fused_rows(targets: Iterable[str], only: str) -> Iterator[str]:
+    """Lines: operation without a kernel, generation, bytes the compiler expects to move, least bytes, their ratio."""
+    for build in fused_builds():
+        for generation in targets if only in build.name else ():
+            moved = tpu.compile_for_tpu(build.function, build.arguments, generation).accessed_bytes
+            yield (
+                f"| {build.name} | {generation} | {moved / 1e6:,.2f} | {build.least_bytes / 1e6:,.2f} | "
+                f"{moved / build.least_bytes:.2f} |"
+            )
+
+
 def gpu_rows(targets: Iterable[str], only: str) -> Iterator[str]:
     """Lines: call, kernel, target, warps, shared memory, registers, spills."""
     for build in builds("gpu"):
@@ -70,7 +82,7 @@ def gpu_rows(targets: Iterable[str], only: str) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints both tables, a line as soon as it is known."""
+    """Prints the tables, a line as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join([*tpu.GENERATIONS, *gpu.TARGETS]))
     parser.add_argument("--only", default="", help="only builds whose name contains this text")
@@ -81,6 +93,11 @@ def main(arguments: list[str] | None = None) -> None:
         print("| kernel at shape | generation | VMEM KiB | HBM temporaries KiB | pool copies |")
         print("|---|---|---:|---:|---:|")
         for row in tpu_rows(generations, options.only):
+            print(row, flush=True)
+        print()
+        print("| operation of XLA | generation | bytes it moves, MB | least bytes, MB | ratio |")
+        print("|---|---|---:|---:|---:|")
+        for row in fused_rows(generations, options.only):
             print(row, flush=True)
         print()
     targets = [target for target in gpu.TARGETS if target in wanted]

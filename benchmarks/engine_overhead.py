@@ -24,7 +24,8 @@ from benchmarks.provenance import provenance
 from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import Phase
 from scheduler.sequence import SamplingParams
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 
 MODEL = Path(__file__).resolve().parent.parent / "tests" / "golden" / "five-layer"
 PAGE = 32

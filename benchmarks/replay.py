@@ -28,7 +28,8 @@ from scheduler.pools import allocate
 from scheduler.runtime_config import EngineConfig
 from scheduler.sequence import SamplingParams
 from v41jax.config import LayerMode, ModelConfig
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 from v41jax.engram_hashing import history_before
 from v41jax.full_forward import compressed_of, engram_rows_of, load_model, step
 from v41jax.precision import Precision

@@ -113,11 +113,17 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4, help="images of each size in one measurement")
     parser.add_argument("--packed-patches", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", default="pixels,tower", help="what to measure; pixels alone needs no weights")
     parser.add_argument("--peak-tflops", type=float, help="bfloat16 peak of the device, to report the fraction of it")
     arguments = parser.parse_args()
 
+    parts = arguments.parts.split(",")
+    if not parts or set(parts) - {"pixels", "tower"}:
+        parser.error(f"--parts {arguments.parts!r} must be pixels, tower, or both separated by a comma")
     config = preset(arguments.preset)
-    parameters = jax.device_put(jax.tree.map(jnp.asarray, vision_parameters(RandomTensors(config))))
+    parameters = None
+    if "tower" in parts:
+        parameters = jax.device_put(jax.tree.map(jnp.asarray, vision_parameters(RandomTensors(config))))
     common = {
         "benchmark": "vision",
         "preset": arguments.preset,
@@ -131,18 +137,15 @@ def main() -> None:
         picture = Image.fromarray(pixels)
         image = process_pixels(picture, config.vision)
         shape = {"size": size, "patches": image.grid.patches, "tokens": image.grid.tokens}
-        for measured in (
-            time_pixels(picture, config.vision, arguments.repeats),
-            time_tower(
-                parameters,
-                [image] * arguments.images,
-                config,
-                arguments.packed_patches,
-                arguments.repeats,
-                arguments.peak_tflops,
-            ),
-        ):
-            print(json.dumps({**common, **shape, **measured}), flush=True)
+        measured = []
+        if "pixels" in parts:
+            measured.append(time_pixels(picture, config.vision, arguments.repeats))
+        if parameters is not None:
+            images = [image] * arguments.images
+            packed, peak = arguments.packed_patches, arguments.peak_tflops
+            measured.append(time_tower(parameters, images, config, packed, arguments.repeats, peak))
+        for record in measured:
+            print(json.dumps({**common, **shape, **record}), flush=True)
 
 
 if __name__ == "__main__":

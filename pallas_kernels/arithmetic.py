@@ -29,6 +29,16 @@ def bits_from_float(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
+def round_to_bfloat16(x: Array) -> Array:
+    """float32 -> the nearest bfloat16 value, ties to even, kept as float32; NaN stays NaN.
+
+    For kernels, which cannot call `rounding.round_to`: a cast that is widened again may be removed.
+    """
+    bits = bits_from_float(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-0x10000)
+    return jnp.where(x == x, float_from_bits(rounded), x)
+
+
 def decode_e2m1(codes: Array) -> Array:
     """int32 E2M1 codes 0..15 (higher bits ignored) -> float32."""
     magnitude = codes & 7

@@ -72,7 +72,10 @@ class Choice:
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
-_report: dict[str, dict[str, None]] = {}
+Choices = dict[str, dict[str, None]]
+"""Operation -> "implementation (reason)" of every choice, in order of first use."""
+_report: Choices = {}
+_recorded: contextvars.ContextVar[Choices] = contextvars.ContextVar("recorded", default=_report)
 
 _TPU_KINDS = (("v5 lite", "v5e"), ("v5e", "v5e"), ("v5", "v5p"), ("v6", "v6e"), ("7", "tpu7x"))
 
@@ -141,13 +144,24 @@ def choose(operation: str, implementation: str, candidates: Mapping[str, Candida
         choice = Choice("xla", False, f"the {target.route} kernel is not known to be faster here")
     else:
         choice = Choice(target.route, False, f"faster on {target.generation}")
-    _report.setdefault(operation, {})[f"{choice.implementation} ({choice.reason})"] = None
+    for chosen in (_report, _recorded.get()):
+        chosen.setdefault(operation, {})[f"{choice.implementation} ({choice.reason})"] = None
     return choice
 
 
 def report() -> dict[str, tuple[str, ...]]:
     """Every operation called since `clear_report`, with the implementations chosen and why, in order of first use."""
     return {operation: tuple(lines) for operation, lines in _report.items()}
+
+
+@contextlib.contextmanager
+def recording(choices: Choices) -> Iterator[None]:
+    """Adds what is chosen inside to `choices` too: how a runner learns what its own programs use."""
+    token = _recorded.set(choices)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
 
 
 def clear_report() -> None:

@@ -13,6 +13,22 @@ from jax import lax
 
 Array = jax.Array
 
+LANES = 128
+
+
+def whole_lanes(width: int) -> int:
+    """`width` elements padded to whole vector lanes of a TPU.
+
+    An array whose rows are that wide lies in memory row after row. Of narrower rows the compiler spreads another axis
+    over the lanes to save the padding, and a kernel that fetches rows would get a copy of the array.
+    """
+    return -(-width // LANES) * LANES
+
+
+def pad_to_lanes(array: Array) -> Array:
+    """[..., row] with the last axis padded to `whole_lanes`; zeros, which no operation reads."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, whole_lanes(array.shape[-1]) - array.shape[-1])])
+
 
 def store_rows(array: Array, index: tuple[Array | slice, ...], rows: Array) -> Array:
     """`array.at[index].set(rows, mode="drop")`; floating rows are rounded to what the array stores.

@@ -5,6 +5,7 @@ The scheduler decides who runs; this file decides what memory that takes and kee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,18 @@ class PrefixHit(NamedTuple):
     demand: int
 
 
+class Adopted(NamedTuple):
+    """Pages and an image whose contents are to be written to the device before the next forward.
+
+    Attributes:
+      pages: page id -> block of the request.
+      image: row of the image array; None without one.
+    """
+
+    pages: dict[int, int]
+    image: int | None
+
+
 class BlockManager:
     """Memory of running requests.
 
@@ -42,6 +55,7 @@ class BlockManager:
       images: checkpoint images under `copy` transfer, else None.
       transfer: how a hit becomes resumable.
       tables: [num_slots, max_pages] int32, block table of the slot's owner, unused entries 0.
+      on_publish: told (request, block, page) of every publication.
     """
 
     def __init__(
@@ -64,6 +78,7 @@ class BlockManager:
             self.pool.on_evict = self.images.drop
         self.tables: NDArray[np.int32] = np.zeros((num_slots, max(1, min(max_pages, num_pages))), np.int32)
         self._caching = caching and transfer.kind is not TransferKind.NONE
+        self.on_publish: Callable[[Sequence, int, int], None] | None = None
 
     # Counts --------------------------------------------------------------------------------------------------
 
@@ -84,17 +99,9 @@ class BlockManager:
 
         Source: runtime specification, "Admission (`can_allocate`, `allocate`)", steps 3 and 4.
         """
-        # Log-probabilities of a prompt need all of its rows.
-        scores_prompt = sequence.sampling.prompt_logprobs and not sequence.num_output_tokens
-        if not self._caching or scores_prompt:
+        if not self._reads_cache(sequence):
             return PrefixHit(0, (), NO_HASH, 0)
-        pages: list[int] = []
-        for block in range((length - 1) // self.block):
-            content_hash = block_hash(sequence, block, self.block)
-            page = self.pool.lookup(content_hash, block_content(sequence, block, self.block))
-            if page is None:
-                break
-            pages.append(page)
+        pages = self._device_prefix(sequence, length)
         compressed_hit = len(pages) * self.block
         hit = gate_fixpoint([lambda tokens: self._image_gate(sequence, tokens, length)], compressed_hit)
         image_hash = NO_HASH
@@ -104,6 +111,22 @@ class BlockManager:
         if self.images is not None and hit < compressed_hit and self._holds_image_beside(length):
             demand = compressed_hit
         return PrefixHit(hit, tuple(pages[: hit // self.block]), image_hash, demand)
+
+    def _reads_cache(self, sequence: Sequence) -> bool:
+        # Log-probabilities of a prompt need all of its rows.
+        scores_prompt = sequence.sampling.prompt_logprobs and not sequence.num_output_tokens
+        return self._caching and not scores_prompt
+
+    def _device_prefix(self, sequence: Sequence, length: int) -> list[int]:
+        """Pages of the leading blocks that the device holds; the last block is left out."""
+        pages: list[int] = []
+        for block in range((length - 1) // self.block):
+            content_hash = block_hash(sequence, block, self.block)
+            page = self.pool.lookup(content_hash, block_content(sequence, block, self.block))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def _holds_image_beside(self, length: int) -> bool:
         """Whether the whole pool could hold `length` tokens and an image at once."""
@@ -156,6 +179,54 @@ class BlockManager:
         self.tables[sequence.slot, : len(hit.pages)] = hit.pages
         self.grow(sequence, length)
         return restore
+
+    # Pages from outside --------------------------------------------------------------------------------------
+
+    def may_reuse(self, sequence: Sequence, length: int) -> bool:
+        """Whether cached pages of its first `length` tokens could be of any use to a request."""
+        return self._reads_cache(sequence) and (self.images is None or self._holds_image_beside(length))
+
+    def device_reach(self, sequence: Sequence, length: int) -> tuple[int, int | None]:
+        """(leading blocks on the device, of these the ones that a READY image backs; None under replay)."""
+        blocks = len(self._device_prefix(sequence, length))
+        if self.images is None:
+            return blocks, None
+        return blocks, self._image_gate(sequence, blocks * self.block, length) // self.block
+
+    def adopt(self, sequence: Sequence, first: int, count: int, image_blocks: int) -> Adopted:
+        """Takes pages for blocks `first .. first + count - 1` of a waiting request and makes them cached pages.
+
+        Nothing is taken for blocks that the device has by now, nor when blocks below `first` are gone. The pages, and
+        those of the device's own prefix, become the last ones to be evicted.
+
+        Args:
+          sequence: whose blocks they are; finalized as far as they reach.
+          first: block of the first page that was brought.
+          count: pages that were brought.
+          image_blocks: also take a READY image that stands after this many blocks; 0 takes none. Then it is all or
+            nothing.
+        """
+        nothing = Adopted({}, None)
+        held = self._device_prefix(sequence, (first + count) * self.block + 1)
+        if len(held) < first:
+            return nothing
+        for page in held:  # so that none of them is evicted for those that follow
+            self.pool.claim(page)
+        missing = first + count - len(held)
+        image = None
+        if image_blocks and self.images is not None:
+            content_hash = block_hash(sequence, image_blocks - 1, self.block)
+            if not self.images.is_ready(content_hash):
+                image = self.images.adopt(content_hash, image_blocks * self.block, beside=missing)
+                missing = missing if image is not None else 0
+        taken = {}
+        for block in range(len(held), len(held) + min(missing, self.pool.num_free)):
+            page = self.pool.take()
+            content_hash = block_hash(sequence, block, self.block)
+            self.pool.publish(page, content_hash, block_content(sequence, block, self.block))
+            taken[page] = block
+        self.pool.release(reversed([*held, *taken]))
+        return Adopted(taken, image)
 
     # Growth and release --------------------------------------------------------------------------------------
 
@@ -216,3 +287,5 @@ class BlockManager:
             content = block_content(sequence, block, self.block)
             self.pool.publish(sequence.block_table[block], content_hash, content)
             sequence.num_hashed_tokens += self.block
+            if self.on_publish is not None:
+                self.on_publish(sequence, block, sequence.block_table[block])

@@ -115,18 +115,40 @@ class CheckpointImages:
           The operation for the next batch, or None when an image under this hash exists or is on its way, or when
           not enough units can be freed; nothing was evicted then.
         """
+        image = self._reserve(content_hash, position, 0)
+        if image is None:
+            return None
+        self._in_flight[image.image] = image
+        return ImageStore(slot, image.image, image.units, position, self.checkpoint.layout_id, image_bytes=self._bytes)
+
+    def adopt(self, content_hash: int, position: int, beside: int) -> int | None:
+        """Reserves a READY image whose bytes the caller writes before the next batch.
+
+        Args:
+          content_hash, position: as of `store`.
+          beside: pages that must stay free.
+
+        Returns:
+          Its row, or None under the conditions of `store`.
+        """
+        image = self._reserve(content_hash, position, beside)
+        if image is None:
+            return None
+        image.state, image.stored = ImageState.READY, True
+        return image.image
+
+    def _reserve(self, content_hash: int, position: int, beside: int) -> Image | None:
         if content_hash in self._by_hash:
             return None
         units = self.checkpoint.units
-        if self._pool.num_free + self.evictable_units() < units:
+        if self._pool.num_free + self.evictable_units() < units + beside:
             return None
-        while self._pool.num_free < units or not self._rows:
+        while self._pool.num_free < units + beside or not self._rows:
             if not self.evict_one():
                 return None
         image = Image(content_hash, position, heapq.heappop(self._rows), self._pool.reserve_raw(units))
         self._by_hash[content_hash] = image
-        self._in_flight[image.image] = image
-        return ImageStore(slot, image.image, image.units, position, self.checkpoint.layout_id, image_bytes=self._bytes)
+        return image
 
     def pin(self, content_hash: int, slot: int) -> ImageRestore:
         """Pins a READY image and returns the restore of it into `slot`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.states import CheckpointSpec, StateTransfer
 
 _log = logging.getLogger(__name__)
+
+SHARED_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
+"""Address schemes of a shared page store."""
 
 _NATIVE_QUANTIZATION = {
     "quant_method": "fp8",
@@ -65,13 +69,27 @@ class EngineConfig:
       compile_level: 0 or 3.
       decode_buckets: ascending batch sizes of compiled decode steps; empty takes the default ladder.
       admission_delay_factor: multiple of the last prefill's duration that a waiting request is held back.
-      speculative_method, num_speculative_tokens, speculative_model: draft model; "dspark" with 5 tokens.
-      dynamic_verify_lengths, calibration_profile, relaxed_acceptance: speculation details.
-      kv_transfer_connector: external page storage.
+      speculative_method: "dspark" drafts with the checkpoint's own draft model; None decodes token by token.
+      num_speculative_tokens: proposals verified in a step, at most the draft's block (5).
+      speculative_model: None; another draft model is refused.
+      dynamic_verify_lengths: verify as many proposals as confidence and cost promise to pay, by a calibration profile.
+      calibration_profile: file that `v41jax calibrate` wrote for this model, device and these options.
+      relaxed_acceptance: known and refused.
+      host_cache_bytes: host memory for pages beyond the device; 0 keeps none.
+      disk_cache_dir: directory for pages in files, of this process alone; None keeps none.
+      disk_cache_bytes: of those files at most.
+      shared_cache_url: Redis or Valkey store for pages, shared with replicas of the same model.
+      shared_cache_timeout: seconds that one operation of the shared store may take.
+      cache_fetch_timeout: seconds that a request may be held back for its pages.
+      cache_model_id: name of the weights in those caches; None derives one from the checkpoint.
+      kv_transfer_connector: connector to another program's page storage.
       prompt_logprobs, export_hidden_states: outputs of rows other than the last.
       pipeline_parallel_size, prefill_context_parallel_size, decode_context_parallel_size, data_parallel_size,
         enable_dp_attention, two_batch_overlap, rapid_serve, plugin_mode, online_quantization, enable_eplb: known and
         refused.
+      engram_tables: "host" maps them into memory, "device" cuts them by rows over the chips of the mesh.
+      coordinator, num_processes, process_id: `host:port` of process 0, how many processes share the mesh, and which
+        this one is; None is one process.
     """
 
     kv_cache_dtype: str = "bf16"
@@ -106,6 +124,13 @@ class EngineConfig:
     dynamic_verify_lengths: bool = False
     calibration_profile: str | None = None
     relaxed_acceptance: bool = False
+    host_cache_bytes: int = 0
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: int = 1 << 36
+    shared_cache_url: str | None = None
+    shared_cache_timeout: float = 0.5
+    cache_fetch_timeout: float = 2.0
+    cache_model_id: str | None = None
     kv_transfer_connector: str | None = None
     prompt_logprobs: bool = False
     export_hidden_states: bool = False
@@ -119,11 +144,20 @@ class EngineConfig:
     plugin_mode: bool = False
     online_quantization: str | None = None
     enable_eplb: bool = False
+    engram_tables: str = "host"
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     @property
     def tensor_parallel_size(self) -> int:
         """Devices that share one replica's heads, the `model` axis of the mesh."""
         return int(self.mesh.get("model", 1))
+
+    @property
+    def uses_tiers(self) -> bool:
+        """Pages are kept beyond the device."""
+        return bool(self.host_cache_bytes or self.disk_cache_dir is not None or self.shared_cache_url is not None)
 
     def model_len(self, view: ModelView) -> int:
         """Tokens of one request at most."""
@@ -208,6 +242,7 @@ def validate_runtime_config(config: EngineConfig, model_config: Any) -> None:
     faults = [
         *_model_faults(view),
         *_cache_faults(config, view),
+        *_tier_faults(config),
         *_scheduling_faults(config, view),
         *_parallel_faults(config, view),
         *_execution_faults(config),
@@ -262,6 +297,30 @@ def _cache_faults(config: EngineConfig, view: ModelView) -> list[str]:
     return faults
 
 
+def _tier_faults(config: EngineConfig) -> list[str]:
+    faults = []
+    if config.host_cache_bytes < 0:
+        faults.append(f"host_cache_bytes {config.host_cache_bytes} must not be negative")
+    if config.disk_cache_dir is not None and config.disk_cache_bytes < 1:
+        faults.append(f"disk_cache_bytes {config.disk_cache_bytes} must be at least 1 with disk_cache_dir")
+    if config.shared_cache_url is not None:
+        scheme = config.shared_cache_url.partition("://")[0]
+        if "://" not in config.shared_cache_url or scheme not in SHARED_SCHEMES:
+            faults.append(f"shared_cache_url must begin with one of {', '.join(SHARED_SCHEMES)} and '://'")
+    for name in ("shared_cache_timeout", "cache_fetch_timeout"):
+        seconds = getattr(config, name)
+        if not 0 < seconds <= 600:
+            faults.append(f"{name} {seconds} must lie in (0, 600] seconds")
+    if config.uses_tiers and not config.enable_prefix_caching:
+        faults.append("pages beyond the device (host, disk or shared cache) need enable_prefix_caching")
+    if config.uses_tiers and not config.encoder_swa_bounded_replay and not config.state_checkpoint_interval_tokens:
+        faults.append(
+            "pages beyond the device need encoder_swa_bounded_replay, or checkpoint images: "
+            "state_checkpoint_interval_tokens 0 keeps none"
+        )
+    return faults
+
+
 def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
     faults = []
     page = config.kv_cache_block_size
@@ -282,8 +341,8 @@ def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
         faults.append(f"long_prefill_token_threshold {cap} must be 0 or an even number from {page} to {length}")
     if config.max_num_seqs < 1:
         faults.append(f"max_num_seqs {config.max_num_seqs} must be at least 1")
-    if config.admission_delay_factor < 0:
-        faults.append(f"admission_delay_factor {config.admission_delay_factor} must not be negative")
+    if not 0 <= config.admission_delay_factor < math.inf:
+        faults.append(f"admission_delay_factor {config.admission_delay_factor} must be a finite number from 0")
     buckets = config.decode_buckets
     if any(bucket < 1 for bucket in buckets) or list(buckets) != sorted(set(buckets)):
         faults.append(f"decode_buckets {list(buckets)} must be ascending positive integers")
@@ -296,6 +355,10 @@ def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
 
 def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
     faults = []
+    if config.engram_tables not in ("host", "device"):
+        faults.append(f"engram_tables {config.engram_tables!r} is unknown: use 'host' or 'device'")
+    elif config.engram_tables == "device" and config.num_processes > 1:
+        faults.append("engram_tables 'device' is not supported over several processes: use 'host'")
     for axis, size in config.mesh.items():
         if axis not in ("data", "model"):
             faults.append(f"mesh axis {axis!r} is unknown: use 'data' and 'model'")
@@ -343,17 +406,32 @@ def _speculation_faults(config: EngineConfig, view: ModelView) -> list[str]:
     if config.speculative_method not in (None, "dspark"):
         faults.append(f"speculative_method {config.speculative_method!r} is unknown: only 'dspark' exists")
     if wanted:
-        if config.num_speculative_tokens != view.draft_tokens or not view.draft_tokens:
+        if not view.draft_layers:
+            faults.append("speculation needs a draft: the checkpoint has none (num_nextn_predict_layers is 0)")
+        if config.speculative_method is None:
+            faults.append(f"num_speculative_tokens {config.num_speculative_tokens} needs speculative_method 'dspark'")
+        if not 0 < config.num_speculative_tokens <= view.draft_tokens:
             faults.append(
-                f"num_speculative_tokens {config.num_speculative_tokens} is not {view.draft_tokens}, the draft's block"
+                f"num_speculative_tokens {config.num_speculative_tokens} is outside 1..{view.draft_tokens}: the draft "
+                "was trained on blocks of that width"
             )
         if config.speculative_model is not None:
             faults.append(
                 f"speculative_model {config.speculative_model!r}: the draft's weights are the checkpoint's own"
             )
-        if config.kv_cache_dtype != "bf16":
-            faults.append(f"speculation needs kv_cache_dtype 'bf16', not {config.kv_cache_dtype!r}")
-        faults.append("speculation is not available in this version: leave speculative_method unset")
+        chips = math.prod(config.mesh.values())
+        if chips > 1 or config.num_processes > 1:
+            faults.append(
+                f"speculation runs on one device, not on a mesh of {chips} in {config.num_processes} processes: leave "
+                "speculative_method unset"
+            )
+        if 1 <= config.max_num_batched_tokens <= config.num_speculative_tokens:
+            faults.append(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} cannot hold the "
+                f"{config.num_speculative_tokens + 1} rows that one request verifies"
+            )
+        if config.execution_mode == "PIECEWISE" and not config.enforce_eager:
+            faults.append("execution_mode 'PIECEWISE' keeps no features to draft from: use 'FULL' or enforce_eager")
     if config.relaxed_acceptance:
         faults.append("relaxed_acceptance is not supported: drafts are verified exactly")
     if config.dynamic_verify_lengths and config.calibration_profile is None:

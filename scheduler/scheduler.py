@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from scheduler.batch_assembly import PlannedPrefill, assemble_decode, assemble_prefill
 from scheduler.buckets import decode_ladder
@@ -20,6 +20,7 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import ScheduledBatch
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.speculation import proposal_limit
 from scheduler.states import ImageRestore, ImageStore, StateMaintenanceOps, TransferKind
 
 
@@ -34,6 +35,8 @@ class Scheduler(Lifecycle):
 
     Attributes:
       rules: what the configuration fixes about every chunk plan.
+      verify_lengths: (requests, limits) -> how many of their drafts to verify, none above its limit; None verifies as
+        many as can be of use.
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class Scheduler(Lifecycle):
         self._rebuilds = self.manager.transfer.kind is TransferKind.REPLAY
         self._max_running = min(engine_config.max_num_seqs, num_slots)
         widest = (engine_config.decode_buckets or decode_ladder(engine_config.max_num_seqs))[-1]
-        self._max_decode = min(self._max_rows, widest)
+        self.verify_lengths: Callable[[list[Sequence], list[int]], Iterable[int]] | None = None
+        self._max_decode = min(max(self._max_rows // (1 + geometry.speculative_tokens), 1), widest)
+        if deferred and geometry.speculative_tokens:
+            raise ValueError("with drafts every result is read before the next step is planned: deferred must be off")
 
     def schedule(self) -> ScheduledBatch | None:
         """Plans the next step.
@@ -91,6 +97,8 @@ class Scheduler(Lifecycle):
             if not decoding:
                 return None
             batch = assemble_decode(index, decoding, tables, history, self._drain_ops())
+            for sequence in decoding:
+                sequence.drafts = ()
             self.counters.decode_steps += 1
         self.counters.steps += 1
         self.counters.rows_scheduled += batch.num_rows
@@ -110,6 +118,8 @@ class Scheduler(Lifecycle):
                 if plan is not None:
                     planned.append(PlannedPrefill(sequence, plan, False, None))
                     budget -= plan.end - plan.start
+        if self.waiting and self.tiers is not None:
+            self.tiers.look_ahead(self.waiting, self.manager)
         if self.waiting and self._may_admit():
             budget = self._admit(planned, budget)
         if planned:
@@ -131,30 +141,43 @@ class Scheduler(Lifecycle):
         return waited > factor * self._last_prefill_seconds
 
     def _admit(self, planned: list[PlannedPrefill], budget: int) -> int:
-        """Admits from the head of the queue while requests and rows fit; a request that must wait stops the rest."""
-        manager = self.manager
-        while self.waiting and budget > 0 and len(self.running) < self._max_running and manager.slots.num_free:
-            sequence = self.waiting[0]
+        """Admits from the head of the queue while requests and rows fit; a request that must wait stops the rest.
+
+        One that waits for pages from outside the device is passed over instead, at most until its deadline.
+        """
+        manager, tiers = self.manager, self.tiers
+        place = 0
+        while place < len(self.waiting) and budget > 0 and len(self.running) < self._max_running:
+            if not manager.slots.num_free:
+                break
+            sequence = self.waiting[place]
             length = sequence.num_finalized_tokens
             refusal = self._page_refusal(length)
             if refusal is not None:
                 # A preempted request that outgrew the pool.
-                self.waiting.popleft()
+                del self.waiting[place]
                 del self._sequences[sequence.request_id]
                 self._refuse(sequence, refusal)
                 continue
             if not manager.may_fit(length):
                 break
+            if tiers is not None and tiers.holds_back(sequence, manager):
+                place += 1
+                continue
             hit = manager.find_hit(sequence, length)
             if not manager.can_allocate(hit, length):
                 break
+            if tiers is not None and tiers.adopt(sequence, manager):
+                hit = manager.find_hit(sequence, length)
+                if not manager.can_allocate(hit, length):
+                    break
             demand, sequence.demand_pos = sequence.demand_pos, sequence.demand_pos or hit.demand
             rebuild = self._rebuilds and hit.tokens > 0
             plan = self._plan(sequence, hit.tokens, length, budget, not planned, rebuild)
             if plan is None:
                 sequence.demand_pos = demand
                 break
-            self.waiting.popleft()
+            del self.waiting[place]
             restore = manager.allocate(sequence, hit, length)
             sequence.status = SequenceStatus.RUNNING
             sequence.generation = self._next_generation()
@@ -180,17 +203,49 @@ class Scheduler(Lifecycle):
         queue = deque(self.running)
         passed: list[Sequence] = []
         postponed: list[Sequence] = []
+        if self.geometry.speculative_tokens:
+            self._cut_drafts()
         while queue and len(decoding) < self._max_decode:
             sequence = queue.popleft()
             if sequence.num_computed < sequence.prefill_end:
                 postponed.append(sequence)
             elif sequence.num_placeholders and sequence.num_tokens >= token_limit(sequence, max_len):
                 passed.append(sequence)  # its last token is in flight
-            elif len(sequence.block_table) * block > sequence.num_computed or self._grow(sequence, queue, passed):
+            elif (
+                (sequence.drafts and self._grow_for_drafts(sequence))
+                or len(sequence.block_table) * block > sequence.num_computed
+                or self._grow(sequence, queue, passed)
+            ):
                 decoding.append(sequence)
         # What the batch could not hold goes first next time; partial prefills never move ahead of others.
         self.running = [*queue, *decoding, *passed, *postponed]
         return decoding
+
+    def _cut_drafts(self) -> None:
+        """Keeps of every draft what can be of use in the next decode step, or what `verify_lengths` chooses."""
+        decoding = [sequence for sequence in self.running if not sequence.is_partial_prefill]
+        for sequence in decoding:
+            limit = proposal_limit(sequence, len(sequence.drafts), self.max_model_len)
+            sequence.drafts = sequence.drafts[:limit]
+        if self.verify_lengths is not None:
+            first = decoding[: self._max_decode]
+            limits = [len(sequence.drafts) for sequence in first]
+            for sequence, length in zip(first, self.verify_lengths(first, limits), strict=True):
+                sequence.drafts = sequence.drafts[: int(length)]
+
+    def _grow_for_drafts(self, sequence: Sequence) -> bool:
+        """Makes room for the anchor's row and the proposals' without taking anything from others.
+
+        Where pages are short the proposals give way, before any request does. False when there is no room even for the
+        anchor: it is then `_grow`'s turn.
+        """
+        length = sequence.num_computed + 1 + len(sequence.drafts)
+        if self.manager.can_grow(sequence, length):
+            self.manager.grow(sequence, length)
+            return True
+        room = len(sequence.block_table) * self.geometry.block_size - sequence.num_computed - 1
+        sequence.drafts = sequence.drafts[: max(room, 0)]
+        return room >= 0
 
     def _grow(self, sequence: Sequence, queue: deque[Sequence], passed: list[Sequence]) -> bool:
         """Makes room for the row at `num_computed`; False when the request itself had to give way."""
@@ -225,6 +280,8 @@ class Scheduler(Lifecycle):
                 store = images.store(sequence.block_hashes[block - 1], position, sequence.slot)
                 if store is not None:
                     stores.append(store)
+                    if self.tiers is not None:
+                        self.tiers.image_queued(sequence, block - 1, store)
         ops = StateMaintenanceOps(self._relocations, tuple(stores), restores)
         self._relocations = ()
         self._store_intents.clear()

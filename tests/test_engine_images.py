@@ -20,9 +20,10 @@ from tests.helpers import models
 from tests.helpers.golden import span_embeddings
 from tests.vision.builders import encoded, random_image, random_picture
 from v41jax.config import ModelConfig
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
 from v41jax.engine_core import EngineCore
 from v41jax.engine_images import EngineImages
+from v41jax.engine_requests import Prompt
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_spans import span_token_types
@@ -59,8 +60,9 @@ class FewShapes(Buckets):
 class Engines:
     """Engines of different options over one runner, so that every test uses the same compiled programs."""
 
-    def __init__(self, base: Engine):
+    def __init__(self, base: Engine, config: EngineConfig = CONFIG):
         self.base = base
+        self.config = config
         runner = base.core.runner
         self.buckets = FewShapes(
             decode_requests=(4,), prefill_rows=(128,), prefill_requests=(4,), prefill_pages=(10,), decode_pages=(10,)
@@ -75,7 +77,7 @@ class Engines:
 
     def __call__(self, capacity: int = 1 << 20, **options) -> Engine:
         """An idle engine: no page is cached, nothing is encoded."""
-        config = dataclasses.replace(CONFIG, **options)
+        config = dataclasses.replace(self.config, **options)
         validate_runtime_config(config, self.view)
         geometry, budget = self.runner.setup.geometry, self.base.budget
         scheduler = Scheduler(config, self.view, geometry, budget.num_pages, budget.num_slots, deferred=True)
@@ -205,6 +207,32 @@ def test_the_placeholder_is_never_drawn(engines, prompts):
     biased = dataclasses.replace(GREEDY, logit_bias=((IMAGE, 1000.0),))
     (result,) = engines().generate([dataclasses.replace(prompts[3], sampling=biased)])
     assert len(result.tokens) == 5 and IMAGE not in result.tokens
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """Engines with packed rows, FP8 windows and FP4 index keys in the released precision."""
+    quantized = {"kv_cache_dtype": "fp4", "index_cache_dtype": "fp4", "activation_quantization": True}
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", **quantized)
+    with Engine.from_checkpoint(models.directory(NAME), config, warm_up=False) as base:
+        yield Engines(base, config)
+
+
+def test_packed_pools_hold_images_like_others(packed, prompts):
+    """Chunks, company, a preemption and a prefix hit give the tokens of a whole prompt alone."""
+    assert packed.runner.setup.geometry.main_format == "fp4"
+    alone = [packed().generate([prompt])[0].tokens for prompt in prompts]
+    in_chunks = packed(max_num_batched_tokens=63, enable_prefix_caching=False)
+    assert in_chunks.generate([prompts[1]])[0].tokens == alone[1]
+    engine = packed()
+    assert [result.tokens for result in engine.generate(prompts)] == alone
+    again = engine.generate([prompts[1]])[0]
+    assert again.tokens == alone[1] and again.cached_tokens == (len(prompts[1].tokens) - 1) // PAGE * PAGE > 0
+    request_id = engine.submit(prompts[3])
+    engine.step()
+    assert engine.core.scheduler.preempt(request_id)
+    assert drain(engine)[request_id] == alone[3]
+    assert_nothing_held(engine)
 
 
 # Interruptions ----------------------------------------------------------------------------------------------
@@ -406,3 +434,15 @@ def test_the_vision_scope_stays_closed_when_it_is_not_wanted(engines, prompts):
         engine.submit(prompts[1])
     with pytest.raises(RuntimeConfigError, match="vision 'perhaps'"):
         validate_runtime_config(dataclasses.replace(CONFIG, vision="perhaps"), engines.view)
+
+
+# Drafts -----------------------------------------------------------------------------------------------------
+
+
+def test_image_requests_with_drafts_give_the_same_tokens(engines, prompts, alone):
+    config = dataclasses.replace(CONFIG, speculative_method="dspark", num_speculative_tokens=5)
+    with Engine.from_checkpoint(models.directory(NAME), config, warm_up=False) as engine:
+        engine.core.buckets = dataclasses.replace(engines.buckets, verify_rows=engine.core.buckets.verify_rows)
+        assert [result.tokens for result in engine.generate(prompts)] == alone
+        assert engine.statistics()["verified_blocks"] > 0
+        assert_nothing_held(engine)

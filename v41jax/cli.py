@@ -10,7 +10,10 @@ import sys
 
 import typer
 
-from v41jax.commands import bench_serve, checkpoint, compare, generate, logits, serve
+from v41jax.commands import bench, bench_serve, calibrate, checkpoint, compare, generate, logits, plan, serve
+
+_UsageError = typer.BadParameter.__bases__[0]
+"""Any error of arguments; typer has it under a public name only by its subclass."""
 
 app = typer.Typer(
     name="v41jax",
@@ -20,13 +23,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("calibrate")(calibrate.calibrate)
 app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
 app.command("logits")(logits.logits)
+app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
-bench = typer.Typer(no_args_is_help=True, help="Measure.")
-bench.command("serve")(bench_serve.serve)
-app.add_typer(bench, name="bench")
+benches = typer.Typer()
+benches.callback(invoke_without_command=True)(bench.bench)
+benches.command("serve")(bench_serve.serve)
+app.add_typer(benches, name="bench")
 
 
 def fault_lines(error: Exception) -> list[str]:
@@ -42,8 +48,17 @@ def fault_lines(error: Exception) -> list[str]:
 def main() -> None:
     """Runs the command line and exits."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        # Without arguments help was printed and nothing is left to say.
+        message = " ".join(error.format_message().split())
+        if message:
+            print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
     except (ValueError, OSError) as error:
         for line in fault_lines(error):
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
+    sys.exit(code or 0)

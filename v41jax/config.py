@@ -140,7 +140,12 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """`vision_config`; the names are the released keys."""
+    """`vision_config`; the names are the released keys, and one more for checkpoints of other origin.
+
+    Attributes:
+      projector_hidden_act: the aligner's activation: `gelu`, the exact one of the released model (vision specification,
+        "Aligner"), which is what a file without the key means, or `gelu_pytorch_tanh`, its approximation.
+    """
 
     num_hidden_layers: int
     hidden_size: int
@@ -152,6 +157,7 @@ class VisionConfig:
     max_image_tokens: int
     min_pixels: int
     max_wh_ratio: float | None
+    projector_hidden_act: str = "gelu"
 
 
 _RELEASED = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
@@ -274,6 +280,9 @@ class ModelConfig:
         path = Path(path)
         if path.is_dir():
             path = path / "config.json"
+        if not path.stat().st_size:
+            # Not even opened: reading a pipe or a device might never end.
+            raise ConfigError(["not a JSON file: it is empty"])
         try:
             root = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_unique_pairs)
         except (ValueError, RecursionError) as error:
@@ -285,9 +294,11 @@ class ModelConfig:
         text = dataclasses.asdict(self.text)
         text["rope_scaling"] = {"rope_type": "yarn", **text["rope_scaling"]}
         text = {key: list(value) if isinstance(value, tuple) else value for key, value in text.items()}
-        for field in dataclasses.fields(TextConfig):
-            if field.default is not dataclasses.MISSING and text[field.name] == field.default:
-                del text[field.name]
+        vision = dataclasses.asdict(self.vision)
+        for section, values in ((TextConfig, text), (VisionConfig, vision)):
+            for field in dataclasses.fields(section):
+                if field.default is not dataclasses.MISSING and values[field.name] == field.default:
+                    del values[field.name]
         return {
             **_RELEASED,
             "dtype": "bfloat16",
@@ -301,7 +312,7 @@ class ModelConfig:
                 "use_cache": True,
                 **text,
             },
-            "vision_config": {**_FIXED_VISION, **dataclasses.asdict(self.vision)},
+            "vision_config": {**_FIXED_VISION, **vision},
         }
 
     def check_parallelism(self, *, model: int, experts: int = 1, shard_index_heads: bool = False) -> None:

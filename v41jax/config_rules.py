@@ -347,6 +347,9 @@ def _vision(text: Values, vision: Values, root: Values) -> Iterator[str]:
     ratio = vision.max_wh_ratio
     if ratio is not None and ratio < 1:
         yield f"vision_config.max_wh_ratio is {ratio}, must be null or at least 1"
+    activation = vision.projector_hidden_act
+    if activation not in ("gelu", "gelu_pytorch_tanh"):
+        yield f"vision_config.projector_hidden_act is {activation!r}, must be 'gelu' or 'gelu_pytorch_tanh'"
 
 
 RULES: tuple[Rule, ...] = (

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,31 +21,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from checkpoints.engram_tables import EngramTables
 from checkpoints.load import Checkpoint, available_scopes
-from scheduler.buckets import Buckets
+from scheduler.buckets import Buckets, verify_ladder
 from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, validate_runtime_config
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import RequestId, RequestOutput, SamplingParams
+from scheduler.sequence import RequestId, SamplingParams
 from scheduler.sequence import Sequence as RequestSequence
-from v41jax.config import ModelConfig
-from v41jax.detokenizer import Detokenizer
-from v41jax.engine_core import EngineCore, TokenScore
-from v41jax.engine_images import EngineImages, PromptImages
+from scheduler.tiers.build import open_store
+from scheduler.tiers.layout import TransferLayout
+from scheduler.tiers.page_tiers import PageTiers
+from v41jax.cache_identity import cache_identity
+from v41jax.config import ConfigError, ModelConfig
+from v41jax.draft_parameters import load_draft_parameters
+from v41jax.draft_runner import DraftRunner
+from v41jax.dspark import check_draft
+from v41jax.engine_core import EngineCore
+from v41jax.engine_drafts import EngineDrafts, matching_profile
+from v41jax.engine_images import EngineImages
+from v41jax.engine_requests import Delta, Generation, LiveRequest, Prompt
 from v41jax.engine_thread import EngineThread
+from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
-from v41jax.logit_edits import TokenConstraint
 from v41jax.memory_budget import PoolBudget, plan_pools
+from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
+from v41jax.multihost import Followers, LeadingRunner, hosts_of, join
+from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
+from v41jax.sharding import arrangement, check_mesh, make_mesh
 from v41jax.token_map import load_token_map
 from v41jax.tokenizer import Tokenizer
 from v41jax.vision_parameters import vision_parameters
@@ -56,138 +70,6 @@ _TEXT_ONLY = "this engine accepts no images: its checkpoint has no vision tower,
 
 class QueueFullError(RuntimeError):
     """As many requests wait as may; try again later."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One request.
-
-    Attributes:
-      tokens: prompt ids.
-      sampling: how tokens are drawn and when the request stops.
-      stop: texts that end the generation and are not part of it; they need a tokenizer.
-      arrival_step: `generate` submits it before this step of its run.
-      skip_special: leave control tokens other than the reply's own markup out of the text.
-      timeout_s: seconds after submission at which the request ends with reason `timeout`; None never does.
-      constraint: which tokens may follow which; of this request alone.
-      images: of the placeholders in `tokens`, which are expanded; see `Engine.prompt_with_images`.
-    """
-
-    tokens: tuple[int, ...]
-    sampling: SamplingParams = SamplingParams()
-    stop: tuple[str, ...] = ()
-    arrival_step: int = 0
-    skip_special: bool = True
-    timeout_s: float | None = None
-    constraint: TokenConstraint | None = None
-    images: PromptImages | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """What one step gave a request.
-
-    Attributes:
-      tokens: new ids.
-      text: text that is certain by now; empty without a tokenizer.
-      finish_reason: None while the request runs.
-      cached_tokens: prefix tokens reused.
-      scores: one for each of `tokens` when the request asks for log-probabilities, else empty.
-      prompt_scores: one for each token of the prompt, None for the first, with the request's first token when it asks
-        for them; else empty.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-    cached_tokens: int
-    scores: tuple[TokenScore, ...] = ()
-    prompt_scores: tuple[TokenScore | None, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """A finished request.
-
-    Attributes:
-      tokens: generated ids, the stop token included.
-      text: their text, without control tokens and stop strings; empty without a tokenizer.
-      finish_reason: `eos`, `stop_<id>`, `stop_sequence`, `max_tokens`, `timeout`, `aborted`, `unschedulable: ...`.
-      prompt_tokens: length of the prompt.
-      cached_tokens: prefix tokens reused.
-      time_to_first_token_s: from submission; 0 when no token was generated.
-      time_s: from submission to the end.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    time_to_first_token_s: float
-    time_s: float
-
-
-class _Live:
-    """A request the engine follows: its text, its times, and who listens."""
-
-    def __init__(self, prompt: Prompt, detokenizer: Detokenizer | None, submitted: float):
-        self.prompt = prompt
-        self.detokenizer = detokenizer
-        self.submitted = submitted
-        self.first: float | None = None
-        self.tokens: list[int] = []
-        self.text: list[str] = []
-        self.stopped = False
-        self.cached_tokens = 0
-        self.prompt_scores: list[TokenScore | None] = []
-        if prompt.sampling.prompt_logprobs:
-            self.prompt_scores = [None] * len(prompt.tokens)
-        self.deadline = None if prompt.timeout_s is None else submitted + prompt.timeout_s
-
-    def expire(self) -> Delta:
-        """Ends the request because its time is over."""
-        self.stopped = True
-        text = "" if self.detokenizer is None else self.detokenizer.finish()
-        self.text.append(text)
-        return Delta((), text, "timeout", self.cached_tokens)
-
-    def take(self, output: RequestOutput, score: TokenScore | None, now: float) -> Delta | None:
-        """The part of an output that belongs to the request; None after a stop string ended it."""
-        if self.stopped:
-            return None
-        self.cached_tokens = output.cached_tokens
-        tokens, reason, text = output.new_tokens, output.finish_reason, ""
-        prompt_scores: tuple[TokenScore | None, ...] = ()
-        if tokens and self.first is None:
-            prompt_scores = tuple(self.prompt_scores)
-        if tokens and self.first is None:
-            self.first = now
-        if self.detokenizer is not None:
-            before = self.detokenizer.tokens
-            ends_by_id = reason is not None and reason.startswith("stop_") and reason != "stop_sequence"
-            text = self.detokenizer.feed(tokens[:-1] if ends_by_id else tokens)
-            if reason is not None:
-                text += self.detokenizer.finish()
-            if self.detokenizer.stop is not None:
-                tokens = tokens[: self.detokenizer.tokens - before]
-                reason, self.stopped = "stop_sequence", True
-        self.tokens.extend(tokens)
-        self.text.append(text)
-        scores = () if score is None else (score,) * len(tokens)
-        return Delta(tokens, text, reason, output.cached_tokens, scores, prompt_scores)
-
-    def generation(self, delta: Delta, now: float) -> Generation:
-        """The whole of a finished request."""
-        return Generation(
-            tokens=tuple(self.tokens),
-            text="".join(self.text),
-            finish_reason=delta.finish_reason or "",
-            prompt_tokens=len(self.prompt.tokens),
-            cached_tokens=delta.cached_tokens,
-            time_to_first_token_s=0.0 if self.first is None else self.first - self.submitted,
-            time_s=now - self.submitted,
-        )
 
 
 class Engine:
@@ -215,7 +97,7 @@ class Engine:
         self.budget = budget
         self.max_waiting: int | None = None
         self._resources = tuple(resources)
-        self._live: dict[RequestId, _Live] = {}
+        self._live: dict[RequestId, LiveRequest] = {}
         self._names = 0
         self._thread: EngineThread | None = None
 
@@ -227,6 +109,7 @@ class Engine:
         *,
         warm_up: bool = True,
         weights: WeightForm | None = None,
+        calibrates: bool = False,
     ) -> Engine:
         """Builds an engine.
 
@@ -235,17 +118,32 @@ class Engine:
           config: options; None takes the defaults.
           warm_up: compile every step the buckets can need before returning; otherwise at first use.
           weights: "stored" or "dequantized"; None dequantizes on a CPU and keeps the stored codes elsewhere.
+          calibrates: drafts report confidences and every number of proposals has a program of its own, as with a
+            calibration profile but without one: to measure it.
 
         Raises:
           ConfigError: the checkpoint's config.json is invalid.
           RuntimeConfigError: with every option that cannot be served; nothing was read.
+          MeshError: the model cannot be cut over the mesh, or there are too few devices.
           CheckpointError: with every fault of the weights' files.
+          ProfileError: the calibration profile was not measured with this model, device and options.
         """
         config = EngineConfig() if config is None else config
+        hosts = hosts_of(config)
         directory = Path(directory)
-        root = json.loads((directory / "config.json").read_text())
-        view = ModelView.from_config(ModelConfig.from_dict(root), root)
+        if config.speculative_model is not None and Path(config.speculative_model).resolve() == directory.resolve():
+            config = dataclasses.replace(config, speculative_model=None)
+        try:
+            model_config = ModelConfig.from_file(directory)
+        except ConfigError as error:
+            raise ConfigError([f"{directory / 'config.json'}: {fault}" for fault in error.faults]) from None
+        root = json.loads((directory / "config.json").read_bytes())
+        view = ModelView.from_config(model_config, root)
         validate_runtime_config(config, view)
+        parallel = arrangement(config.mesh, config.enable_expert_parallel)
+        check_mesh(model_config, parallel)
+        if hosts is not None:
+            join(hosts)
         geometry = config.geometry(view)
         precision = Precision(
             activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization
@@ -255,23 +153,50 @@ class Engine:
         resources: list[Any] = []
         try:
             sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
-            checkpoint = Checkpoint.open(directory, scopes=("text", "vision") if sees else ("text",))
+            sees = sees and hosts is None
+            drafts = config.num_speculative_tokens > 0
+            scopes = ("text", *(("draft",) if drafts else ()), *(("vision",) if sees else ()))
+            checkpoint = Checkpoint.open(directory, scopes=scopes)
             resources.append(checkpoint)
-            setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels)
-            lookup = None
+            setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels, parallel)
+            if drafts:
+                check_draft(setup)
+            profile = matching_profile(config, directory, setup, weights)
+            lookup, tables_held = None, None
             if checkpoint.config.text.engram_layer_ids:
                 token_map = load_token_map(directory, checkpoint.config)
-                tables = EngramTables.open(checkpoint)
+                tables: EngramTables | EngramDeviceTables
+                if config.engram_tables == "device":
+                    tables = EngramDeviceTables(checkpoint, make_mesh(parallel))
+                    tables_held = tables.arrays
+                else:
+                    tables = EngramTables.open(checkpoint)
                 resources.append(tables)
                 lookup = EngramLookup(checkpoint.config, token_map, tables)
             max_model_len = config.model_len(view)
-            params = load_parameters(
-                checkpoint, max_model_len=max_model_len, form=weights, dtype=precision.activation_dtype
-            )
+            load = {"max_model_len": max_model_len, "form": weights, "dtype": precision.activation_dtype}
+            mesh = make_mesh(parallel) if parallel.chips > 1 or hosts is not None else None
+            if mesh is None:
+                params = load_parameters(checkpoint, **load)
+            else:
+                params = load_on_mesh(checkpoint, mesh, parallel, **load)
             tower = jax.tree.map(jnp.asarray, vision_parameters(checkpoint)) if sees else None
-            budget = plan_pools(config, geometry, max_model_len, (params, tower))
-            scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=True)
-            runner = ModelRunner(
+            draft = None
+            if drafts:
+                draft = load_draft_parameters(checkpoint, form=weights, dtype=precision.activation_dtype)
+            budget = plan_pools(config, geometry, max_model_len, (params, tower, draft, tables_held))
+            scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=not drafts)
+            make_runner: Callable[..., ModelRunner] = ModelRunner
+            if draft is not None:
+                confidence = calibrates or profile is not None
+                make_runner = functools.partial(DraftRunner, draft_parameters=draft, confidence=confidence)
+            if mesh is not None:
+                make_runner = functools.partial(MeshRunner, mesh=mesh)
+            if hosts is not None:
+                followers = Followers(hosts)
+                resources.append(followers)
+                make_runner = functools.partial(LeadingRunner, mesh=mesh, followers=followers)
+            runner = make_runner(
                 params,
                 setup,
                 num_pages=budget.num_pages,
@@ -281,8 +206,17 @@ class Engine:
                 scores_prompts=config.prompt_logprobs,
             )
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
+            engine_drafts = EngineDrafts(scheduler, runner, profile) if isinstance(runner, DraftRunner) else None
+            if calibrates:
+                buckets = dataclasses.replace(buckets, verify_rows=verify_ladder(geometry.speculative_tokens, True))
+            if warm_up and isinstance(runner, DraftRunner):
+                runner.warm_up_drafts(buckets.draft_requests)
             if warm_up:
                 runner.warm_up(buckets.shapes(scheduler.decoder_replay), images=sees)
+            if config.uses_tiers:
+                tiers = _open_tiers(config, runner, checkpoint, lookup)
+                resources.append(tiers)
+                scheduler.attach(tiers)
             has_tokenizer = (directory / "tokenizer.json").is_file()
             tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
             images = None
@@ -292,7 +226,8 @@ class Engine:
             for resource in reversed(resources):
                 resource.close()
             raise
-        return cls(config, EngineCore(scheduler, runner, buckets, lookup, images), tokenizer, budget, resources)
+        core = EngineCore(scheduler, runner, buckets, lookup, images, engine_drafts)
+        return cls(config, core, tokenizer, budget, resources)
 
     def __enter__(self) -> Engine:
         return self
@@ -315,8 +250,13 @@ class Engine:
         """A request from text (encoded as plain text after the begin token) or from token ids.
 
         Raises:
-          ValueError: text without a tokenizer, or an id outside the vocabulary.
+          ValueError: text without a tokenizer, an id outside the vocabulary, or the id that stands for an image.
         """
+        tokens = self._ids(text_or_tokens)
+        self._check_placeholders(np.asarray(tokens, np.int32), False)
+        return Prompt(tokens, sampling or SamplingParams())
+
+    def _ids(self, text_or_tokens: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(text_or_tokens, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json: give the prompt as token ids")
@@ -328,7 +268,16 @@ class Engine:
         for token in tokens:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token id {token} is outside 0..{vocabulary - 1}")
-        return Prompt(tokens, sampling or SamplingParams())
+        return tokens
+
+    def _check_placeholders(self, ids: NDArray[np.int32], spans: NDArray[np.bool_] | bool) -> None:
+        """Refuses ids in which the image placeholder lies outside `spans`, or spans that hold another id."""
+        placeholder = self.core.runner.setup.config.image_token_id
+        if not ((ids == placeholder) == spans).all():
+            raise ValueError(
+                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
+                "prompt_with_images"
+            )
 
     def prompt_with_images(
         self,
@@ -353,11 +302,11 @@ class Engine:
         if self.core.images is None:
             raise ImageError(_TEXT_ONLY)
         if isinstance(text_or_tokens, str):
-            parts = [self.prompt(part).tokens for part in text_or_tokens.split(IMAGE)]
+            parts = [self._ids(part) for part in text_or_tokens.split(IMAGE)]
             placeholder = self.core.runner.setup.config.image_token_id
             tokens = parts[0] + tuple(token for part in parts[1:] for token in (placeholder, *part[1:]))
         else:
-            tokens = self.prompt(text_or_tokens).tokens
+            tokens = self._ids(text_or_tokens)
         expanded = self.core.images.prepare(tokens, images, self.core.scheduler.max_model_len, limits)
         return Prompt(tuple(expanded.prompt.token_ids.tolist()), sampling or SamplingParams(), images=expanded)
 
@@ -380,7 +329,8 @@ class Engine:
         results: dict[int, Generation] = {}
         places: dict[RequestId, int] = {}
         step = 0
-        while len(results) < len(prompts):
+        # Requests that a stop text or their time ended still hold pages, until the step after.
+        while len(results) < len(prompts) or self.core.has_work:
             idle = not self.core.has_work
             while arrivals and (arrivals[0][1].arrival_step <= step or idle):
                 place, prompt = arrivals[0]
@@ -394,7 +344,7 @@ class Engine:
                 arrivals.popleft()
                 idle = False
             for request_id, _, finished in self.step():
-                if finished is not None:
+                if finished is not None and request_id in places:
                     results[places[request_id]] = finished
             step += 1
         return [results[place] for place in range(len(prompts))]
@@ -424,17 +374,12 @@ class Engine:
         self._names += 1
         ids, spans = np.asarray(prompt.tokens, np.int32), () if prompt.images is None else prompt.images.spans
         sequence = RequestSequence(request_id, ids, sampling, spans)
-        placeholder = self.core.runner.setup.config.image_token_id
-        if not np.array_equal(ids == placeholder, sequence.image_mask(0, len(ids))):
-            raise ValueError(
-                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
-                "prompt_with_images"
-            )
+        self._check_placeholders(ids, sequence.image_mask(0, len(ids)))
         if prompt.images is not None:
             if self.core.images is None:
                 raise ImageError(_TEXT_ONLY)
             self.core.images.leases.acquire(request_id, prompt.images.prompt, prompt.images.images)
-        self._live[request_id] = _Live(prompt, detokenizer, time.perf_counter())
+        self._live[request_id] = LiveRequest(prompt, detokenizer, time.perf_counter())
         if prompt.constraint is not None:
             self.core.edits.constraints[request_id] = prompt.constraint
         self.core.scheduler.add(sequence)
@@ -454,7 +399,7 @@ class Engine:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
-            delta = live.take(output, self.core.scores.get(output.request_id), now)
+            delta = live.take(output, self.core.scores.get(output.request_id, ()), now)
             if delta is None:
                 continue
             finished = None
@@ -530,7 +475,8 @@ class Engine:
     # Reports -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Queue, pages, totals, recompiles, recent step times and rows run by part of the model, as plain values."""
+        """Queue, pages, totals, recompiles, recent step times, rows run by part of the model, worth of drafts; plain
+        values."""
         scheduler = dataclasses.asdict(self.core.scheduler.statistics())
         times = list(self.core.step_times)
         count = max(len(times), 1)
@@ -546,10 +492,38 @@ class Engine:
             "steps_timed": len(times),
             **{f"{name}_rows": count for name, count in self.core.scheduled_rows._asdict().items()},
             **{f"computed_{name}_rows": count for name, count in self.core.computed_rows._asdict().items()},
+            "rows_saved": self.core.scheduled_rows.encoder - self.core.scheduled_rows.decoder,
             **host,
+            **({} if self.core.drafts is None else self.core.drafts.statistics()),
             **({} if self.core.images is None else self.core.images.statistics()),
+            **({} if self.core.scheduler.tiers is None else self.core.scheduler.tiers.statistics()),
         }
+
+    def get_kv_transfer_tensors(self) -> dict[str, Any]:
+        """The bytes of a page unit, plane by plane in transfer order, and of a STATE image where images are kept."""
+        layout = TransferLayout.of(self.core.runner.setup.geometry)
+        return layout.published(self.core.scheduler.manager.images is not None)
 
     def summary(self) -> dict[str, Any]:
         """What was built: device, memory, buckets, compile times."""
         return {**self.core.runner.summary(), **dataclasses.asdict(self.budget)}
+
+
+def _open_tiers(
+    config: EngineConfig, runner: ModelRunner, checkpoint: Checkpoint, lookup: EngramLookup | None
+) -> PageTiers:
+    """The tiers of the options, tied to a runner's pages; every transfer is compiled."""
+    geometry = runner.setup.geometry
+    memory = DevicePages(runner, geometry)
+    identity = cache_identity(config, geometry, checkpoint, lookup)
+    memory.warm_up(images=not config.encoder_swa_bounded_replay)
+    store = open_store(config, memory.layout, identity)
+    assert store is not None
+    return PageTiers(
+        store,
+        memory.layout,
+        identity,
+        memory,
+        block_size=geometry.block_size,
+        timeout_s=config.cache_fetch_timeout,
+    )

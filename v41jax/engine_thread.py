@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from scheduler.sequence import RequestId
 
 if TYPE_CHECKING:
-    from v41jax.engine import Delta, Engine, Prompt
+    from v41jax.engine import Engine
+    from v41jax.engine_requests import Delta, Prompt
 
 _log = logging.getLogger(__name__)
 

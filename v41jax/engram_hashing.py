@@ -94,6 +94,11 @@ class EngramHasher:
             text.engram_layer_ids, self._compressed_size, self.history_size + 1, text.engram_seed
         )
 
+    @property
+    def token_map(self) -> NDArray[np.int32]:
+        """[n] int32, compressed id of every token id."""
+        return self._token_map
+
     def compress(self, ids: ArrayLike, dead_mask: ArrayLike | None = None) -> NDArray[np.int32]:
         """Compressed ids of tokens.
 

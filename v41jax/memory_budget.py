@@ -66,22 +66,45 @@ def plan_pools(config: EngineConfig, geometry: V41PoolGeometry, max_model_len: i
     Raises:
       GeometryError: not one page fits; it names the bytes.
     """
-    device = device_memory_bytes()
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    weights = sum(_chip_bytes(leaf) for leaf in jax.tree.leaves(params))
+    most = CPU_POOL_BYTES if jax.default_backend() == "cpu" else None
+    return size_pools(config, geometry, device_memory_bytes(), weights, most=most)
+
+
+def _chip_bytes(array: Any) -> int:
+    """Bytes of an array on each of its devices."""
+    shards = getattr(array, "addressable_shards", None)
+    return int(shards[0].data.nbytes if shards else array.nbytes)
+
+
+def size_pools(
+    config: EngineConfig, geometry: V41PoolGeometry, device_bytes: int, weight_bytes: int, *, most: int | None = None
+) -> PoolBudget:
+    """`plan_pools` for a chip of which only these numbers are known.
+
+    Args:
+      config: options.
+      geometry: of the pools.
+      device_bytes: memory of the chip.
+      weight_bytes: of the weights on it.
+      most: bytes that pools may take at most; None is no limit.
+
+    Raises:
+      GeometryError: not one page fits; it names the bytes.
+    """
     slots = config.max_num_seqs
     budget = 0
     if config.num_pages is not None:
         pages = config.num_pages
     else:
-        budget = int(device * (config.memory_utilization - SCRATCH_FRACTION)) - weights
-        if jax.default_backend() == "cpu":
-            budget = min(budget, CPU_POOL_BYTES)
+        budget = int(device_bytes * (config.memory_utilization - SCRATCH_FRACTION)) - weight_bytes
+        budget = budget if most is None else min(budget, most)
         pages = geometry.pages_for_budget(budget, slots)
     keeps_images = config.enable_prefix_caching and not config.encoder_swa_bounded_replay
     images = pages // geometry.units_per_image if keeps_images and config.checkpoint_interval() != 0 else 0
     return PoolBudget(
-        device_bytes=device,
-        weight_bytes=weights,
+        device_bytes=device_bytes,
+        weight_bytes=weight_bytes,
         budget_bytes=budget,
         num_pages=pages,
         num_slots=slots,

@@ -18,9 +18,11 @@ from scheduler.batch import BatchStep, CompressionPlan, EngramRows, TailPlan
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
 from v41jax.bounded_replay import Queries, last_rows, tail_rows, take_rows
-from v41jax.config import LayerMode, LayerTopology, ModelConfig
+from v41jax.config import CandidateRole, LayerMode, LayerTopology, ModelConfig
 from v41jax.flow import Flow, LayerRecord, Record, Recorded, collect, spread
+from v41jax.layers import collectives
 from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
+from v41jax.layers.collectives import Parallel
 from v41jax.layers.compressor import OwnerMemory, compress
 from v41jax.layers.engram import embed_rows, engram
 from v41jax.layers.hyper_connections import collapse, expand, mixes
@@ -47,12 +49,14 @@ class ModelSetup:
       geometry: of the pools.
       precision: rounding choices.
       kernels: implementation of the operations, "auto", "xla" or "pallas".
+      parallel: the mesh the forward runs on; with more than one chip it runs inside `mesh_forward` only.
     """
 
     config: ModelConfig
     geometry: V41PoolGeometry
     precision: Precision = dataclasses.field(default_factory=Precision)
     kernels: str = "auto"
+    parallel: Parallel = Parallel()
 
 
 class Taps(NamedTuple):
@@ -234,7 +238,8 @@ def embed(
     """Token or image embeddings copied to every stream, and the first pre-mix."""
     last = pools.last_token[batch.slots[jnp.maximum(batch.batch_ids, 0)]]
     ids = jnp.where(batch.token_ids == -1, last, batch.token_ids)
-    x = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
+    x = collectives.join_columns(load_rows(params.embed, (ids,)), setup.parallel)
+    x = x.astype(setup.precision.activation_dtype)
     if image_embeddings is not None:
         x = jnp.where(batch.image_rows[:, None], round_to(image_embeddings, x.dtype), x)
     count = setup.config.text.hc_mult
@@ -244,7 +249,10 @@ def embed(
 
 
 def head(params: Parameters, flow: Flow, config: ModelConfig) -> Array:
-    """Logits of every row of `flow`, [F, V] float32 (model specification, "Final norm and head")."""
+    """Logits of every row of `flow`, [F, V] float32 (model specification, "Final norm and head").
+
+    On a mesh these are the logits of this chip's part of the vocabulary.
+    """
     x = collapse(flow.streams, flow.pre_mix)
     return product(rms_norm(x, params.norm, config.text.rms_norm_eps), params.head)
 
@@ -459,6 +467,7 @@ def block(
         text=text,
         precision=precision,
         kernels=setup.kernels,
+        parallel=setup.parallel,
     )
     streams = expand(output, streams, ffn)
     return flow._replace(streams=streams, pre_mix=ffn.pre), window, routing
@@ -506,23 +515,7 @@ def attention_sublayer(
     if topology.mode is not LayerMode.WINDOW:
         owner = geometry.owners.index((topology.kv_owner, topology.ratio))
     if weights.indexer is not None:
-        query, head_weights = index_queries(normalized, latent, weights.indexer, rows, topology.ratio, text, kernels)
-        selection, candidates = select(
-            query,
-            head_weights,
-            rows,
-            requests,
-            pools.index_values[owner],
-            pools.index_scales[owner],
-            flow.candidates,
-            ratio=topology.ratio,
-            role=topology.candidates,
-            text=text,
-            precision=precision,
-            index_format=geometry.index_plane_format,
-            kernels=kernels,
-        )
-        flow = flow._replace(selection=selection, candidates=candidates)
+        flow = select_entries(weights, topology, inputs, latent, flow, pools, owner, step)
 
     # All layers' rings seen as one array: a layer's ring is `ring_offset + slot`, and nothing is sliced out.
     rings = window.reshape(-1, *window.shape[2:])
@@ -540,7 +533,7 @@ def attention_sublayer(
         window=rings,
         ring_offset=ring_offset,
     )
-    output = attend(
+    partial = attend(
         latent,
         in_forward,
         weights.attention,
@@ -555,6 +548,52 @@ def attention_sublayer(
         kernels=kernels,
     )
     if step.phase != "decode":
-        slots = ordered_after(requests.slots, output)
+        slots = ordered_after(requests.slots, partial)
         rings = write_ring(rings, kv, step.rows, slots, ring_offset, **write)
-    return output, flow, rings.reshape(window.shape)
+    return collectives.sum_over_model(partial, setup.parallel), flow, rings.reshape(window.shape)
+
+
+def select_entries(
+    weights: LayerWeights,
+    topology: LayerTopology,
+    inputs: AttentionInputs,
+    latent: Array,
+    flow: Flow,
+    pools: Pools,
+    owner: int,
+    step: Step,
+) -> Flow:
+    """An index source's selection and candidates; arguments as of `attention_sublayer`, `latent` after its Q8.
+
+    The index planes are on every `model` chip: each scores its own part of the rows, and the choices are put together.
+    """
+    setup = step.setup
+    rows, normalized, candidates = inputs.rows, inputs.normalized, flow.candidates
+    split = collectives.splits_rows(normalized.shape[0], setup.parallel)
+    if split:
+        rows, normalized, latent, candidates = collectives.own_rows(
+            (rows, normalized, latent, candidates), setup.parallel
+        )
+    query, head_weights = index_queries(
+        normalized, latent, weights.indexer, rows, topology.ratio, setup.config.text, setup.kernels
+    )
+    selection, candidates = select(
+        query,
+        head_weights,
+        rows,
+        step.requests,
+        pools.index_values[owner],
+        pools.index_scales[owner],
+        candidates,
+        ratio=topology.ratio,
+        role=topology.candidates,
+        text=setup.config.text,
+        precision=setup.precision,
+        index_format=setup.geometry.index_plane_format,
+        kernels=setup.kernels,
+    )
+    if split:
+        selection = collectives.join_rows(selection)
+        changed = topology.candidates is CandidateRole.PUBLISHES
+        candidates = collectives.join_rows(candidates) if changed else flow.candidates
+    return flow._replace(selection=selection, candidates=candidates)

@@ -68,7 +68,7 @@ class Parameters(NamedTuple):
     Attributes:
       embed: [V, D] bfloat16.
       norm: [D] bfloat16.
-      head: [V, D] bfloat16.
+      head: [V, D] bfloat16; dequantized weights have it in the activation dtype, so that no step widens it.
       plain: RoPE table of ratio-0 layers, [max_model_len, dr / 2] float32.
       yarn: RoPE table of the other layers.
       runs: weights of each `Run` of `plan_runs`, stacked on a leading axis.
@@ -135,11 +135,13 @@ class Leaf:
       shape: dimensions.
       dtype: of the array.
       fill: (checkpoint, one slice per dimension, array of the slice's shape to be filled).
+      names: tensors it is made of; empty for what is computed.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     fill: Callable[[TensorSource, Index, np.ndarray], None]
+    names: tuple[str, ...] = ()
 
     def read(self, checkpoint: TensorSource, index: Index | None = None) -> np.ndarray:
         """The slice `index`, or all of it, in memory of its own."""
@@ -167,7 +169,7 @@ def leaf_of(
         value = tensors[0] if make is None else make(*tensors)
         out[...] = value.reshape(shape)[index].astype(dtype, copy=False)
 
-    return Leaf(shape, dtype, fill)
+    return Leaf(shape, dtype, fill, names)
 
 
 def stack(leaves: Iterable[Leaf]) -> Leaf:
@@ -178,7 +180,8 @@ def stack(leaves: Iterable[Leaf]) -> Leaf:
         for position, part in enumerate(parts[index[0]]):
             part.fill(checkpoint, index[1:], out[position])
 
-    return Leaf((len(parts), *parts[0].shape), parts[0].dtype, fill)
+    names = tuple(name for part in parts for name in part.names)
+    return Leaf((len(parts), *parts[0].shape), parts[0].dtype, fill, names)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -325,7 +328,7 @@ def parameter_leaves(
     return Parameters(
         embed=leaves.plain("embed.weight"),
         norm=leaves.plain("norm.weight"),
-        head=leaves.plain("head.weight"),
+        head=leaf_of(describe("head.weight")[0], leaves.wide_dtype, ("head.weight",)),
         plain=_table_leaves(plain_frequencies(text.rope_theta, text.qk_rope_head_dim), max_model_len),
         yarn=_table_leaves(yarn_frequencies(text), max_model_len),
         runs=tuple(stacked),
@@ -384,7 +387,16 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 
     def place(leaf: Leaf, sharding: jax.sharding.Sharding | None = None) -> Array:
         if sharding is not None:
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf.read(checkpoint, index))
+            read: dict[str, np.ndarray] = {}
+
+            def slice_of(index: Index) -> np.ndarray:
+                # Replicas ask for the same slice: it is read once.
+                key = str(index)
+                if key not in read:
+                    read[key] = leaf.read(checkpoint, index)
+                return read[key]
+
+            return jax.make_array_from_callback(leaf.shape, sharding, slice_of)
         return jax.device_put(leaf.read(checkpoint))
 
     if shardings is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zipfile
+import zlib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -27,8 +30,20 @@ class Prompt:
         self.embeddings = embeddings
 
 
-def read_prompt(directory: Path, tokens: Path | None, image: Path | None, precision: Precision) -> Prompt:
+def read_prompt(
+    directory: Path,
+    tokens: Path | None,
+    image: Path | None,
+    precision: Precision,
+    projector_hidden_act: str | None = None,
+) -> Prompt:
     """Reads and checks the input files; encodes the image.
+
+    Args:
+      directory: the checkpoint.
+      tokens, image: files of the prompt; at least one.
+      precision: of the encoding.
+      projector_hidden_act: the aligner's activation in place of the one in the checkpoint's configuration.
 
     Raises:
       ValueError: no prompt, or files that do not hold what they must.
@@ -37,21 +52,32 @@ def read_prompt(directory: Path, tokens: Path | None, image: Path | None, precis
         raise ValueError("no prompt: give --tokens FILE.npy or --image FILE.npz")
     ids = None
     if tokens is not None:
-        ids = np.load(tokens, allow_pickle=False)
-        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        ids = _load(tokens, "--tokens").get("")
+        if ids is None or ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
             raise ValueError(f"--tokens {tokens}: expected one integer array [n] with n >= 1")
     if image is None:
         with Checkpoint.open(directory, scopes=("text",)) as checkpoint:
             return Prompt(check_ids(ids, checkpoint.config.text.vocab_size), None, None)
-    with np.load(image, allow_pickle=False) as file:
-        # A recording may prefix its names with `image.`.
-        arrays = {key.removeprefix("image."): file[key] for key in file.files}
+    # A recording may prefix its names with `image.`.
+    arrays = {key.removeprefix("image."): array for key, array in _load(image, "--image").items()}
     missing = [name for name in ("ids", "patches", "grid", "types") if name not in arrays]
     if missing:
         raise ValueError(f"--image {image}: it lacks the arrays {', '.join(missing)}")
     if ids is not None and not np.array_equal(ids, arrays["ids"]):
         raise ValueError(f"--tokens {tokens} and the ids of --image {image} differ; give one of them")
-    return encode_prompt(directory, arrays, precision)
+    return encode_prompt(directory, arrays, precision, projector_hidden_act)
+
+
+def _load(path: Path, option: str) -> dict[str, NDArray]:
+    """Arrays of an .npz file by name, or the one of an .npy file under the empty name."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"": loaded}
+        with loaded:
+            return {key: loaded[key] for key in loaded.files}
+    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{option} {path}: no file of NumPy arrays: {error}") from None
 
 
 def check_ids(ids: NDArray, vocab_size: int) -> NDArray[np.int32]:
@@ -66,18 +92,23 @@ def check_ids(ids: NDArray, vocab_size: int) -> NDArray[np.int32]:
     return ids.astype(np.int32)
 
 
-def encode_prompt(directory: Path, arrays: dict[str, NDArray], precision: Precision) -> Prompt:
+def encode_prompt(
+    directory: Path, arrays: dict[str, NDArray], precision: Precision, projector_hidden_act: str | None = None
+) -> Prompt:
     """Runs the vision tower on the one image of a prompt."""
     with Checkpoint.open(directory, scopes=("text", "vision")) as checkpoint:
         config = checkpoint.config
+        vision = config.vision
+        if projector_hidden_act is not None:
+            vision = dataclasses.replace(vision, projector_hidden_act=projector_hidden_act)
         ids = check_ids(arrays["ids"], config.text.vocab_size)
-        image = image_from_arrays(arrays["patches"], arrays["grid"], config.vision)
+        image = image_from_arrays(arrays["patches"], arrays["grid"], vision)
         located = locate_spans(ids, [image], config.image_token_id)
         types = located.token_types[located.image_mask]
         if not np.array_equal(types, arrays["types"]):
             raise ValueError(f"the types {arrays['types'].tolist()} are not those of the grid, {types.tolist()}")
         parameters = vision_parameters(checkpoint)
-        encoded = encode_images(parameters, [image], config.vision, precision)[0]
+        encoded = encode_images(parameters, [image], vision, precision)[0]
         embeddings = span_embeddings(encoded, parameters.delimiters, image.grid)
     return Prompt(ids, located.image_mask, np.asarray(embeddings, np.float32))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.block_scaled_linear import triton, xla
+from pallas_kernels.block_scaled_linear import tpu, triton, xla
 
 Array = jax.Array
 
@@ -36,10 +36,16 @@ def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation
             f"block_scaled_linear needs x [N, K], codes [O, K], scales [O/32, K/32] with O and K multiples of 32; "
             f"got x {x.shape}, codes {codes.shape}, scales {scales.shape}"
         )
-    faster = triton.preferred(x.shape[0], codes.size)
     choice = backend.choose(
-        "block_scaled_linear", implementation, {"triton": backend.Candidate(triton.unsupported(x, codes), faster)}
+        "block_scaled_linear",
+        implementation,
+        {
+            "triton": backend.Candidate(triton.unsupported(x, codes), triton.preferred(x.shape[0], codes.size)),
+            "tpu": backend.Candidate(tpu.unsupported(x, codes), tpu.preferred(x.shape[0])),
+        },
     )
+    if choice.implementation == "tpu":
+        return tpu.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
     if choice.implementation == "triton":
         return triton.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
     return xla.block_scaled_linear(x, codes, scales)

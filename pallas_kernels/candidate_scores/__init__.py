@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import backend
 from pallas_kernels.candidate_scores import tpu, triton, xla
-from pallas_kernels.index_plane import logical_plane, plane_faults, rows_in_page
+from pallas_kernels.index_plane import logical_plane, plane_faults
 from pallas_kernels.index_scores.triton import unsupported
 
 Array = jax.Array
@@ -36,7 +36,7 @@ def candidate_scores(
       query, head_weights, visible, batch_ids, block_tables, values, scales: as for `index_scores`.
       candidates: [N, Nb] int32 block ids of the row's request, -1 for an empty place; block `b` is entries
         `b * block_size` to `(b + 1) * block_size - 1`.
-      block_size: entries per block; a page holds whole blocks.
+      block_size: entries per block; a block may lie on several pages.
       index_format, quantize_query, score_dtype, implementation: as for `index_scores`.
 
     Returns:
@@ -51,9 +51,8 @@ def candidate_scores(
     """
     width = query.shape[-1]
     faults = plane_faults(width, values, scales, index_format)
-    rows = rows_in_page(width, values, scales, index_format) if values.ndim == 3 else block_size
-    if rows % block_size:
-        faults.append(f"a page of {rows} rows does not hold whole blocks of {block_size}")
+    if block_size < 1:
+        faults.append(f"block_size {block_size} must be at least 1")
     if candidates.ndim != 2 or candidates.shape[0] != query.shape[0]:
         faults.append(f"candidates are {candidates.shape}, not [{query.shape[0]}, Nb]")
     if faults:

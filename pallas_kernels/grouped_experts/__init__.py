@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.grouped_experts import triton, xla
+from pallas_kernels.grouped_experts import tpu, triton, xla
 from pallas_kernels.grouped_experts.types import ExpertWeights
 
 __all__ = ["ExpertWeights", "grouped_experts"]
@@ -64,7 +64,8 @@ def grouped_experts(
     if layer is not None:
         layers = jax.tree.leaves(w1)[0].shape[0]
         whole = tuple(_joined(weight) for weight in (w1, w3, w2))
-        if triton.unsupported(x, whole[0], whole[2]) and not triton.unsupported(x, _layer(w1, 0), _layer(w2, 0)):
+        unsupported = (tpu if backend.current_target().route == "tpu" else triton).unsupported
+        if unsupported(x, whole[0], whole[2]) and not unsupported(x, _layer(w1, 0), _layer(w2, 0)):
             # A kernel that cannot address the whole stack reads a copy of one layer.
             w1, w3, w2 = (_layer(weight, layer) for weight in (w1, w3, w2))
             layers = 1
@@ -74,11 +75,17 @@ def grouped_experts(
             expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
             w1, w3, w2 = whole
     choice = backend.choose(
-        "grouped_experts", implementation, {"triton": backend.Candidate(triton.unsupported(x, w1, w2))}
+        "grouped_experts",
+        implementation,
+        {
+            "triton": backend.Candidate(triton.unsupported(x, w1, w2)),
+            "tpu": backend.Candidate(tpu.unsupported(x, w1, w2)),
+        },
     )
     run = {
         "xla": xla.grouped_experts,
         "triton": functools.partial(triton.grouped_experts, interpret=choice.interpret),
+        "tpu": functools.partial(tpu.grouped_experts, interpret=choice.interpret),
     }[choice.implementation]
     return run(
         x,

@@ -103,15 +103,21 @@ def _expert_matrix(weight: Array, index: Array) -> Array:
 
 
 def combine(outputs: Array, order: Array, expert_ids: Array, served: Array) -> Array:
-    """Sums each row's expert outputs in float32 in ascending expert id.
-
-    outputs: [>= N k, D] in sorted order; order: [N k], the pair at each sorted position; expert_ids: [N, k], with
-    pairs that are not served last in the order of ids; served: [N, k] bool.
-    """
+    """`sum_of_pairs` for outputs in sorted order; order: [N k], the pair at each sorted position."""
     rows, chosen = expert_ids.shape
     position = jnp.zeros(rows * chosen, jnp.int32).at[order].set(jnp.arange(rows * chosen, dtype=jnp.int32))
+    return sum_of_pairs(outputs, position.reshape(rows, chosen), expert_ids, served)
+
+
+def sum_of_pairs(outputs: Array, position: Array, expert_ids: Array, served: Array) -> Array:
+    """Sums each row's expert outputs in float32 in ascending expert id.
+
+    outputs: [>= N k, D]; position: [N, k], where each pair's output lies; expert_ids: [N, k], with pairs that are not
+    served last in the order of ids; served: [N, k] bool.
+    """
+    rows, chosen = expert_ids.shape
     ascending = jnp.argsort(expert_ids, axis=1, stable=True)
-    position = jnp.take_along_axis(position.reshape(rows, chosen), ascending, axis=1)
+    position = jnp.take_along_axis(position, ascending, axis=1)
     served = jnp.take_along_axis(served, ascending, axis=1)
     total = jnp.zeros((rows, outputs.shape[1]), jnp.float32)
     for column in range(chosen):

@@ -7,7 +7,7 @@ import functools
 import jax
 
 from pallas_kernels import backend
-from pallas_kernels.sparse_attention import triton, xla
+from pallas_kernels.sparse_attention import tpu, triton, xla
 
 Array = jax.Array
 
@@ -56,7 +56,8 @@ def sparse_attention(
       selected_counts: [N] int32, 0..K.
       main: [pages, rows, row] compressed rows of one owner; entry j of request b is row `j % rows` of page
         `block_tables[b, j // rows]`. "bf16": bfloat16, row = d. "float": activation dtype, row = d. "fp4": uint8,
-        row = d/2 + d/16 (E2M1 values, low nibble first, then one E4M3 scale per 16). None when K = 0.
+        row = d/2 + d/16 (E2M1 values, low nibble first, then one E4M3 scale per 16). Packed rows may be longer, as
+        `stored_rows.pad_to_lanes` makes them; the kernel for TPUs wants them so. None when K = 0.
       block_tables: [R, P] int32 page ids.
       batch_ids: [N] int32 position of the row's request in the batch; -1 for padding rows.
       slots: [R] int32 slot of each request.
@@ -94,11 +95,15 @@ def sparse_attention(
     choice = backend.choose(
         "sparse_attention",
         implementation,
-        {"triton": backend.Candidate(triton.unsupported(query, main, ring, cos), triton.preferred(query.shape[0]))},
+        {
+            "triton": backend.Candidate(triton.unsupported(query, main, ring, cos), triton.preferred(query.shape[0])),
+            "tpu": backend.Candidate(tpu.unsupported(query, main, ring, selected, in_forward, window)),
+        },
     )
     run = {
         "xla": xla.sparse_attention,
         "triton": functools.partial(triton.sparse_attention, interpret=choice.interpret),
+        "tpu": functools.partial(tpu.sparse_attention, interpret=choice.interpret),
     }[choice.implementation]
     return run(
         query,

@@ -66,10 +66,21 @@ def sparse_attention(
         request = jnp.maximum(batch_ids, 0)
         live = batch_ids >= 0
         keys, valid = _window_rows(
-            request, slots, ring, in_forward, positions, floor, from_position, own_row, window, window_format, dtype
+            request,
+            slots,
+            ring,
+            in_forward,
+            positions,
+            floor,
+            from_position,
+            own_row,
+            window,
+            window_format,
+            query.shape[2],
+            dtype,
         )
         if selected.shape[1]:
-            chosen = _selected_rows(request, selected, main, block_tables, main_format, dtype)
+            chosen = _selected_rows(request, selected, main, block_tables, main_format, query.shape[2], dtype)
             taken = jnp.arange(selected.shape[1]) < counts[:, None]
             keys, valid = jnp.concatenate([keys, chosen], 1), jnp.concatenate([valid, taken], 1)
         valid &= live[:, None]
@@ -117,14 +128,14 @@ def _softmax_product(query: Array, keys: Array, valid: Array, sink: Array, scale
 
 
 def _selected_rows(
-    request: Array, selected: Array, main: Array, block_tables: Array, main_format: str, dtype: jnp.dtype
+    request: Array, selected: Array, main: Array, block_tables: Array, main_format: str, width: int, dtype: jnp.dtype
 ) -> Array:
     """Selected compressed rows [n, K, d] of the activation dtype; entries past the count are some legal row."""
     pages, per_page, _ = main.shape
     entries = jnp.clip(selected, 0, block_tables.shape[1] * per_page - 1)
     page = jnp.clip(block_tables[request[:, None], entries // per_page], 0, pages - 1)
     rows = load_rows(main, (page, entries % per_page))
-    return (decode_main_row(rows) if main_format == "fp4" else rows).astype(dtype)
+    return (decode_main_row(rows[..., : width // 2 + width // 16]) if main_format == "fp4" else rows).astype(dtype)
 
 
 def _window_rows(
@@ -138,6 +149,7 @@ def _window_rows(
     own_row: Array,
     window: int,
     window_format: str,
+    width: int,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Window rows [n, W, d] of the activation dtype, oldest first, and which of them exist, [n, W] bool."""
@@ -145,7 +157,7 @@ def _window_rows(
     wanted = positions[:, None] - back
     valid = wanted >= jnp.maximum(floor, 0)[:, None]
     rows = load_rows(ring, (slots[request][:, None], jnp.maximum(wanted, 0) % ring.shape[1]))
-    rows = (decode_window_row(rows) if window_format == "fp8" else rows).astype(dtype)
+    rows = (decode_window_row(rows[..., : width + width // 32]) if window_format == "fp8" else rows).astype(dtype)
     if in_forward.shape[0]:
         index = jnp.clip(own_row[:, None] - back, 0, in_forward.shape[0] - 1)
         fresh = wanted >= from_position[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from checkpoints.synthesize import synthesize
 from tests.helpers import golden
@@ -43,14 +44,24 @@ _TEXT = {
 """Selections hold 16 entries and candidates 24, so that contexts of more than 32 tokens are pruned at both levels."""
 
 
-def acceptance_config() -> ModelConfig:
-    """The configuration."""
+DRAFT = {
+    "num_nextn_predict_layers": 3,
+    "compress_ratios": [*_TEXT["compress_ratios"], 0, 0, 0],
+    "dspark_target_layer_ids": [4, 5, 6],
+}
+"""Values of `text_config` that give the model a draft."""
+
+
+def acceptance_config(**text: Any) -> ModelConfig:
+    """The configuration; other values of `text_config` by name."""
     root = json.loads((golden.directory("five-layer") / "config.json").read_text())
     root["image_token_id"] = 250
-    root["text_config"] |= _TEXT
+    root["text_config"] |= _TEXT | text
     return ModelConfig.from_dict(root)
 
 
-def write_checkpoint(path: Path) -> None:
-    """A random checkpoint of it."""
-    synthesize(path, acceptance_config(), seed=11, scopes=("text",))
+def write_checkpoint(path: Path, **text: Any) -> None:
+    """A random checkpoint of it, with its draft if it has one."""
+    config = acceptance_config(**text)
+    scopes = ("text", "draft") if config.text.num_nextn_predict_layers else ("text",)
+    synthesize(path, config, seed=11, scopes=scopes)

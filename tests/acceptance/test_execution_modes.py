@@ -9,7 +9,8 @@ import pytest
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import load_expected
 from tests.test_engine import CHECKPOINT, CONFIG
-from v41jax.engine import Engine, Prompt
+from v41jax.engine import Engine
+from v41jax.engine_requests import Prompt
 
 WHOLE = dataclasses.replace(CONFIG, max_model_len=128, num_pages=8)
 """Shapes that the engine's own tests compile too."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.tiers.host import HostTier
 from tests.acceptance.model import PAGE, WINDOW
 from tests.acceptance.prompts import random_prompt
 from tests.acceptance.serving import MAX_LEN, OFF, ROWS, Serving
+from tests.acceptance.test_tiers import PLENTY, attach, saved
 
 UNCUT = OFF | {"state_checkpoint_interval_tokens": 0}
 
@@ -96,3 +98,17 @@ def test_a_long_context(serving):
     session.cap(0)
     session.run()
     session.assert_expected()
+
+
+def test_pages_and_images_from_beyond_the_device(serving):
+    """Packed planes travel as they are stored: a restarted engine gives the tokens of an uninterrupted run."""
+    kept, prompt = HostTier(PLENTY), random_prompt(140, 30)
+    for name, hit in (("cold", 0), ("restarted", 128)):
+        session = serving.session(**OFF)
+        tiers = attach(session, kept)
+        session.add(name, prompt, 6)
+        session.run()
+        saved(tiers)
+        assert session.finished[name].cached_tokens == hit
+        assert tiers.counters.images_adopted == (hit > 0)
+        session.assert_expected()

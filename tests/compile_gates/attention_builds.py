@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from pallas_kernels.block_scaled_linear import tpu as linear_tpu
 from pallas_kernels.block_scaled_linear import triton as linear_triton
 from pallas_kernels.grouped_experts import ExpertWeights
+from pallas_kernels.grouped_experts import tpu as experts_tpu
 from pallas_kernels.grouped_experts import triton as experts_triton
+from pallas_kernels.sparse_attention import tpu as attention_tpu
 from pallas_kernels.sparse_attention import triton as attention_triton
+from pallas_kernels.stored_rows import whole_lanes
+from tests.compile_gates.index_builds import Build, shape
 
 HEADS, WIDTH, ROTATED, SELECTED, WINDOW, RING, PAGE_ROWS, PAGES, COLUMNS = 64, 512, 64, 512, 128, 133, 128, 4096, 1024
 HIDDEN_WIDTH, EXPERT_WIDTH, CHOSEN, EXPERTS = 5120, 2304, 6, 48
-
-
-@dataclasses.dataclass(frozen=True)
-class Build:
-    """One kernel call to compile: a function that is not in interpret mode and its shape structs."""
-
-    name: str
-    function: Callable[..., Any]
-    arguments: tuple
-
-
-def shape(dimensions: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """A shape struct."""
-    return jax.ShapeDtypeStruct(dimensions, dtype)
 
 
 def attention_arguments(rows: int, packed: bool, fresh: int, requests: int = 64) -> tuple:
@@ -105,4 +96,52 @@ def gpu_builds() -> Iterator[Build]:
             f"block_scaled_linear {rows} rows, {inputs} -> {outputs}",
             linear_triton.block_scaled_linear,
             linear_arguments(rows, outputs, inputs),
+        )
+
+
+def tpu_builds() -> Iterator[Build]:
+    """Every Mosaic kernel of these operations; packed rows are padded to whole lanes, rings to whole tiles."""
+    for name, rows, packed, fresh in (
+        ("bf16 64 rows", 64, False, 0),
+        ("packed 64 rows", 64, True, 64),
+        ("bf16 4096 rows", 4096, False, 4096),
+    ):
+        arguments = list(attention_arguments(rows, packed, fresh))
+        ring, tile = arguments[8], attention_tpu.rows_of_tile(arguments[8].dtype)
+        arguments[8] = shape((ring.shape[0], pl.cdiv(RING, tile) * tile, ring.shape[2]), ring.dtype)
+        for place in (4, 8) if packed else ():
+            logical = arguments[place]
+            arguments[place] = shape((*logical.shape[:2], whole_lanes(logical.shape[2])), logical.dtype)
+        yield Build(
+            f"sparse_attention {name}",
+            functools.partial(attention_tpu.sparse_attention, **attention_options(packed)),
+            tuple(arguments),
+            (arguments[4].shape, arguments[8].shape),
+            repeated=rows == 4096,
+        )
+
+    def experts(*arguments: Any) -> jax.Array:
+        *operands, valid = arguments
+        return experts_tpu.grouped_experts(*operands, swiglu_limit=10.0, quantize_hidden=True, valid=valid)
+
+    def product(values: jax.Array, weight: ExpertWeights, expert: jax.Array) -> jax.Array:
+        blocks = experts_tpu.Blocks(experts_tpu.MOST_ROWS, expert.shape[0], expert, expert, expert)
+        return experts_tpu.product(values, weight, blocks, False)
+
+    arguments = expert_arguments(1)
+    weights = tuple(part.shape for matrix in arguments[3:6] for part in matrix)
+    yield Build("grouped_experts 1 rows", experts, arguments, weights)
+    # The blocks of 4,096 rows over 48 experts; their order is XLA's, which takes long to compile a sort.
+    used = 4096 * CHOSEN // experts_tpu.MOST_ROWS
+    for name, matrix in (("gate", arguments[3]), ("down", arguments[5])):
+        values = shape((2, used * experts_tpu.MOST_ROWS, matrix.packed.shape[2]), jnp.bfloat16)
+        operands = (values, matrix, shape((used,), jnp.int32))
+        yield Build(f"grouped_experts {name} of 4096 rows", product, operands, weights, repeated=True)
+    for rows, outputs, inputs in ((1, 32_768, 1280), (64, 5120, 8192)):
+        arguments = linear_arguments(rows, outputs, inputs)
+        yield Build(
+            f"block_scaled_linear {rows} rows, {inputs} -> {outputs}",
+            linear_tpu.block_scaled_linear,
+            arguments,
+            (arguments[1].shape,),
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,8 @@ class Build:
       arguments: shape structs.
       pools: shapes that no copy in the program may have.
       donated: positions of arguments that are written in place.
+      repeated: another shape of a kernel that has a build of its own; the gates compile it for the oldest and newest
+        generation only.
     """
 
     name: str
@@ -46,6 +48,13 @@ class Build:
     arguments: tuple
     pools: tuple[tuple[int, ...], ...] = ()
     donated: tuple[int, ...] = ()
+    repeated: bool = False
+
+
+def gated(builds: Iterable[Build], generations: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, generation) of what the gates compile, oldest generation first."""
+    ends = (generations[0], generations[-1])
+    return [(build.name, chosen) for build in builds for chosen in (ends if build.repeated else generations)]
 
 
 def shape(dimensions: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -141,6 +150,7 @@ def tpu_builds() -> Iterator[Build]:
                 functools.partial(scores_tpu.index_scores, index_format=index_format),
                 (*scorer_arguments(rows, requests, index_format)[:-2], *planes),
                 tuple(x.shape for x in planes),
+                repeated=requests == 1 or page_rows != PAGE_ROWS,
             )
         planes = plane(index_format)
         yield Build(
@@ -157,12 +167,14 @@ def tpu_builds() -> Iterator[Build]:
                 (*write_arguments(4096, index_format)[:-2], *planes),
                 tuple(x.shape for x in planes),
                 (7, 8),
+                page_rows != PAGE_ROWS,
             )
     for rows, width in ((64, 65_536), (1, 1_048_576)):
         yield Build(
             f"select_topk 512 of {rows} x {width}",
             lambda scores, visible: topk_tpu.select_topk(scores, visible, 512, candidates=None, block_size=None),
             (shape((rows, width), jnp.float32), shape((rows,), jnp.int32)),
+            repeated=rows == 64,
         )
     yield Build(
         "select_topk 512 of 64 x 2048 blocks",

@@ -21,6 +21,8 @@ from jax.sharding import SingleDeviceSharding
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 GENERATIONS = tuple(TOPOLOGIES)
+VMEM_BYTES = {"v5e": 128 * 2**20, "v5p": 128 * 2**20, "v6e": 128 * 2**20, "tpu7x": 64 * 2**20}
+"""Memory of a core beside its registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +33,14 @@ class TpuBuild:
       generation: "v5e", "v5p", "v6e" or "tpu7x".
       vmem_bytes: scoped VMEM of every Pallas kernel, in HLO order.
       temporary_bytes: HBM that the program allocates beside arguments and results.
+      accessed_bytes: what the compiler expects all instructions of the program to read and write.
       hlo: the optimized program.
     """
 
     generation: str
     vmem_bytes: tuple[int, ...]
     temporary_bytes: int
+    accessed_bytes: int
     hlo: str
 
     def copies_of(self, shape: Sequence[int]) -> list[str]:
@@ -92,7 +96,8 @@ def compile_for_tpu(
             sizes = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', "".join(used))
             vmem.append(sum(map(int, sizes)))
     memory = compiled.memory_analysis()
-    return TpuBuild(generation, tuple(vmem), int(memory.temp_size_in_bytes), hlo)
+    accessed = int(compiled.cost_analysis()["bytes accessed"])
+    return TpuBuild(generation, tuple(vmem), int(memory.temp_size_in_bytes), accessed, hlo)
 
 
 def shape_bytes(x: Any) -> int:

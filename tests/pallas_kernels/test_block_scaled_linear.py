@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.block_scaled_linear import block_scaled_linear, triton
+from pallas_kernels.block_scaled_linear import block_scaled_linear, tpu, triton, xla
 from v41jax import quantization_numpy as quantization
 
 
@@ -104,3 +104,51 @@ def test_auto_takes_the_kernel_where_it_was_measured_to_win(rows, inputs, output
     with backend.use_target(backend.Target("triton", "cuda")):
         traced = jax.make_jaxpr(lambda *x: block_scaled_linear(*x))(*arguments)
     assert ("pallas_call" in str(traced)) == kernel
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "config"),
+    [
+        (1, 256, 96, (16, 64, 128, True)),
+        (21, 384, 288, (16, 128, 128, True)),
+        (21, 384, 288, (32, 256, 128, False)),
+        (40, 96, 64, None),
+    ],
+)
+def test_tpu_kernel_equals_float64_and_the_definition(rows, inputs, outputs, config):
+    x, codes, scales, expected = linear_case(rows, rows, inputs, outputs, jnp.bfloat16)
+    config = config and tpu.Config(*config)
+    found = jax.jit(functools.partial(tpu.block_scaled_linear, config=config, interpret=True))(x, codes, scales)
+    assert_product(found, expected, jnp.bfloat16)
+    defined = np.asarray(xla.block_scaled_linear(x, codes, scales), np.float64)
+    np.testing.assert_allclose(np.asarray(found, np.float64), defined, rtol=2.0**-7, atol=1e-4 * np.abs(defined).max())
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_tpu_kernel_keeps_a_poisoned_weight_to_its_outputs(rows):
+    x, codes, scales, expected = linear_case(rows, rows, 128, 96, jnp.bfloat16)
+    poisoned = codes.at[5, 7].set(jnp.nan)
+    found = np.asarray(tpu.block_scaled_linear(x, poisoned, scales.at[2, 1].set(255), interpret=True), np.float64)
+    dead = np.isin(np.arange(96), [5, *range(64, 96)])
+    assert np.isnan(found[:, dead]).all()
+    assert_product(jnp.asarray(found[:, ~dead], jnp.bfloat16), expected[:, ~dead], jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 1280, 32_768), (64, 8192, 5120), (17, 288, 5120)])
+def test_tpu_blocks_fit_the_models_shapes(rows, inputs, outputs):
+    config = tpu.config_for(rows, inputs, outputs)
+    assert inputs % config.inner == 0 and config.inner <= tpu.MOST_INNER and config.rows >= min(rows, 128)
+    assert config.scale_rows == (rows <= 16)
+
+
+def test_a_tpu_takes_the_kernel_for_few_rows_and_names_what_it_cannot_do():
+    x, codes, scales, expected = linear_case(3, 200, 64, 64, jnp.bfloat16)
+    with backend.use_target(backend.Target("tpu", "v5e")):
+        taken = ["pallas_call" in str(jax.make_jaxpr(block_scaled_linear)(x[:n], codes, scales)) for n in (1, 128, 129)]
+    assert taken == [True, True, False]
+    with backend.use_target(backend.Target("tpu", "cpu", interpret=True)):
+        run = jax.jit(functools.partial(block_scaled_linear, implementation="pallas"))
+        assert_product(run(x[:9], codes, scales), expected[:9], jnp.bfloat16)
+        with pytest.raises(KernelUnsupportedError, match="float32"):
+            block_scaled_linear(x.astype(jnp.float32), codes, scales, implementation="pallas")
+    assert "4160 inner dims" in tpu.unsupported(x, jax.ShapeDtypeStruct((32, 4160), jnp.uint8))

@@ -90,7 +90,22 @@ def test_rows_outside_the_candidates_are_never_read(implementation):
     assert np.isfinite(found[:, :24]).all() and np.isneginf(found[:, 24:]).all()
 
 
-def test_blocks_must_fill_pages():
-    case = index_case(3, index_format="fp8", rows=4, requests=1, columns=4)
-    with pytest.raises(ValueError, match="a page of 16 rows does not hold whole blocks of 6"):
-        candidate_scores(*case.arrays, jnp.zeros((4, 2), jnp.int32), block_size=6, index_format="fp8")
+@pytest.mark.parametrize("index_format", FORMATS)
+@pytest.mark.parametrize("block_size", [3, 6, 40])
+def test_a_block_may_lie_on_several_pages(block_size, index_format):
+    case = index_case(9, index_format=index_format, rows=9, requests=2, columns=5)
+    candidates = candidates_for(case, 2, block_size)
+    found = candidate_scores(
+        *case.arrays, jnp.asarray(candidates), block_size=block_size, index_format=index_format, implementation="xla"
+    )
+    assert_scores(found, expected_scores(case, candidates, block_size))
+
+
+def test_the_gpu_kernel_follows_a_block_over_several_pages():
+    case = index_case(3, index_format="fp8", rows=5, requests=2, columns=5, heads=16)
+    candidates = candidates_for(case, 5, 6)
+    config = triton.Config(keys=16, tiles=2, num_warps=4, num_stages=2)
+    found = triton.candidate_scores(
+        *case.arrays, jnp.asarray(candidates), block_size=6, index_format="fp8", config=config, interpret=True
+    )
+    assert_scores(found, expected_scores(case, candidates, 6))

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts import grouped_experts, triton
+from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts, tpu, triton
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
 
@@ -129,3 +130,61 @@ def test_dequantized_experts_have_no_kernel_and_say_so():
     case = expert_case(1, rows=2, experts=3, chosen=1, dtype=jnp.bfloat16)
     with pytest.raises(KernelUnsupportedError, match="dequantized"):
         run(case, dequantized=jnp.bfloat16, implementation="pallas")
+
+
+def run_on_tpu(case, **options):
+    options = {"swiglu_limit": 10.0, "quantize_hidden": True, **options}
+    call = functools.partial(tpu.grouped_experts, **options, interpret=True)
+    return np.asarray(jax.jit(call)(*case.arrays(), valid=jnp.asarray(case.valid)))
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_tpu_kernel_equals_the_oracle(rows):
+    options = {"swiglu_limit": 0.0, "quantize_hidden": False} if rows == 40 else {}
+    case = expert_case(rows, rows=rows, experts=5, chosen=3, width=96, hidden=64, dtype=jnp.bfloat16, padding=2)
+    assert_meaning(run_on_tpu(case, **options), case, **options)
+
+
+def test_tpu_kernel_walks_tiles_and_steps(monkeypatch):
+    monkeypatch.setattr(tpu, "MOST_INNER", 128)
+    case = expert_case(7, rows=2, experts=3, chosen=2, width=512, hidden=320, dtype=jnp.bfloat16)
+    assert_meaning(run_on_tpu(case), case)
+
+
+def test_tpu_kernel_cuts_a_crowded_expert_into_blocks(monkeypatch):
+    monkeypatch.setattr(tpu, "MOST_ROWS", 16)
+    case = expert_case(2, rows=40, experts=4, chosen=2, dtype=jnp.bfloat16, padding=1)
+    case.expert_ids[:, 0], case.expert_ids[:, 1] = 2, 9
+    case.expert_ids[:7, 1] = 0
+    assert_meaning(run_on_tpu(case), case)
+
+
+@settings(max_examples=3)
+@given(st.integers(0, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 3))
+def test_tpu_kernel_of_any_shape_through_the_public_call(rows, experts, chosen, padding):
+    case = expert_case(rows, rows=rows, experts=experts + 2, chosen=chosen, dtype=jnp.bfloat16, padding=padding)
+    with backend.use_target(backend.Target("tpu", "cpu", interpret=True)):
+        assert_meaning(run(case, implementation="pallas"), case)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.sampled_from([1, 4, 16]))
+def test_every_served_pair_has_one_place_in_a_block_of_its_expert(ids, rows):
+    blocks = tpu.blocks_of(jnp.asarray(ids, jnp.int32), 5, rows)
+    served = [pair for pair, expert in enumerate(ids) if expert < 5]
+    places = np.asarray(blocks.place)[served]
+    assert len(set(places.tolist())) == len(served) and (places < int(blocks.used) * rows).all()
+    assert [ids[pair] for pair in served] == np.asarray(blocks.expert)[places // rows].tolist()
+    assert np.asarray(blocks.pair)[places].tolist() == served
+    assert int(blocks.used) == sum(-(-ids.count(expert) // rows) for expert in range(5)) <= len(blocks.expert)
+
+
+def test_a_tpu_takes_the_kernel_and_reads_a_stack_of_layers_in_place():
+    case = expert_case(1, rows=2, experts=3, chosen=1, dtype=jnp.bfloat16)
+    x, ids, routing, *matrices = case.arrays()
+    stacks = jax.tree.map(lambda part: jnp.stack([part] * 2), matrices)
+    call = functools.partial(grouped_experts, swiglu_limit=10.0, quantize_hidden=True, valid=jnp.asarray(case.valid))
+    with backend.use_target(backend.Target("tpu", "v5p")):
+        traced = str(jax.make_jaxpr(lambda *a: call(*a, layer=1))(x, ids, routing, *stacks))
+    assert "pallas_call" in traced and "dynamic_slice" not in traced.split("pallas_call")[0]
+    assert "2080 inner dims" in tpu.unsupported(x, *[ExpertWeights(jnp.zeros((1, 32, 1040), jnp.uint8), None)] * 2)

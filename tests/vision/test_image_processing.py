@@ -199,6 +199,14 @@ def test_a_thin_image_is_refused_before_it_is_decoded():
         process_image(png(1, 500_000, b""), RELEASED)
 
 
+@pytest.mark.parametrize("size", [(1, 10_000), (10_000, 1)])
+def test_a_line_of_ten_thousand_pixels_is_the_largest_image_the_model_takes(size):
+    data = encoded(random_picture(*size))
+    image = process_image(data, RELEASED)
+    assert image.grid.tokens == image_token_count(*image_size(data), RELEASED) == 1024
+    assert image.patches.shape == (image.grid.patches, 588)
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=50, deadline=None)
 def test_arbitrary_bytes_raise_only_image_errors(data):

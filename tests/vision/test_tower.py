@@ -1,5 +1,6 @@
 """Tower and aligner: `layers/vision.py` against the specification, the float64 reference and the golden embeddings."""
 
+import dataclasses
 import math
 
 import jax
@@ -51,26 +52,24 @@ def golden(request):
 
 def test_golden_embeddings(golden):
     config, parameters, tensors, image, recorded = golden
+    assert config.projector_hidden_act == "gelu_pytorch_tanh"
     (rows,) = encode_images(parameters, [image], config, FLOAT32)
     for mode in ("quant", "noquant"):
         expected = recorded[f"{mode}.float32.image_embeds"]
-        np.testing.assert_allclose(rows, expected, rtol=0, atol=5e-4)
-        np.testing.assert_allclose(reference_rows(tensors, image, config), expected, rtol=0, atol=5e-4)
+        np.testing.assert_allclose(rows, expected, rtol=0, atol=5e-6)
+        np.testing.assert_allclose(reference_rows(tensors, image, config), expected, rtol=0, atol=5e-6)
 
 
-def test_golden_embeddings_differ_by_the_recorders_approximate_gelu_only(golden, monkeypatch):
-    # The recording implementation uses the tanh GELU; the specification says erf. With tanh here both agree closely.
+def test_the_released_activation_is_the_exact_gelu(golden):
     config, parameters, tensors, image, recorded = golden
-    expected = recorded["noquant.float32.image_embeds"]
-    monkeypatch.setattr(layers, "gelu", lambda x: jax.nn.gelu(x, approximate=True))
-    rows = layers.encode_patches.__wrapped__(
-        parameters, vision_inputs([image], config), config=config, precision=FLOAT32
-    )
-    np.testing.assert_allclose(rows[: image.grid.cells], expected, rtol=0, atol=5e-6)
-    monkeypatch.setattr(
-        reference, "gelu", lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    )
-    np.testing.assert_allclose(reference_rows(tensors, image, config), expected, rtol=0, atol=5e-6)
+    config = dataclasses.replace(config, projector_hidden_act=preset("v4.1-flash").vision.projector_hidden_act)
+    (rows,) = encode_images(parameters, [image], config, FLOAT32)
+    np.testing.assert_allclose(rows, reference_rows(tensors, image, config), rtol=0, atol=5e-6)
+    assert 5e-5 < np.abs(rows - recorded["noquant.float32.image_embeds"]).max() < 5e-4
+    x = np.array([-3.0, -0.5, 0.0, 1.0, 2.5])
+    exact = [value * (1 + math.erf(value / math.sqrt(2))) / 2 for value in x]
+    np.testing.assert_allclose(reference.gelu(x, "gelu"), exact, rtol=1e-15)
+    np.testing.assert_allclose(layers.gelu(jnp.asarray(x, jnp.float32), "gelu"), exact, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (3, 3), (4, 10), (11, 2), (1, 63)])

@@ -94,6 +94,11 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
             mesh=parse_mesh(values.pop("mesh")),
             decode_buckets=parse_buckets(values.pop("decode_buckets")),
         )
+        if config.process_id and "model" in values:
+            from v41jax.multihost import follow_checkpoint
+
+            follow_checkpoint(values["model"], config)
+            return
         command(**values, engine_config=config)
 
     parameters = [*own, *map(_option, fields), *extra]

@@ -17,6 +17,13 @@ class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class ProjectorActivation(enum.StrEnum):
+    """Activation of the image aligner."""
+
+    GELU = "gelu"
+    GELU_PYTORCH_TANH = "gelu_pytorch_tanh"
+
+
 class Implementation(enum.StrEnum):
     """Which model computes the logits."""
 
@@ -35,6 +42,9 @@ def logits(
     chunks: Annotated[str, typer.Option(help="Rows of each forward, comma separated; the last repeats.")] = "",
     implementation: Annotated[Implementation, typer.Option()] = Implementation.JAX,
     image: Annotated[Path | None, typer.Option(help="Image prompt, .npz with ids, patches, grid and types.")] = None,
+    projector_hidden_act: Annotated[
+        ProjectorActivation | None, typer.Option(help="The aligner's activation, if not that of config.json.")
+    ] = None,
 ) -> None:
     """Writes the logits of every position of one prompt."""
     import jax.numpy as jnp
@@ -45,7 +55,9 @@ def logits(
 
     precision = Precision(jnp.dtype(dtype.value), activation_quantization)
     sizes = parse_chunks(chunks)
-    prompt = read_prompt(model, tokens, image, precision)
+    prompt = read_prompt(
+        model, tokens, image, precision, None if projector_hidden_act is None else projector_hidden_act.value
+    )
     if implementation is Implementation.REFERENCE:
         result = reference_logits(model, prompt, precision, sizes)
     else:

@@ -29,7 +29,7 @@ class AttentionWeights(NamedTuple):
     """Attention weights every layer has.
 
     Attributes:
-      sink: [H] float32, a raw logit.
+      sink: [H] float32, a raw logit. On a mesh `H` and `G` are this chip's.
       q_norm: [rq].
       kv_norm: [d].
       wq_a: [rq, D].
@@ -146,12 +146,12 @@ def attend(
       kernels: implementation of the operations.
 
     Returns:
-      [N, D] activation dtype.
+      [N, D] activation dtype; on a mesh this chip's part of a sum over `model`.
     """
     count = query_latent_quantized.shape[0]
     angles = rows.angles(ratio)
     query = linear(query_latent_quantized, weights.wq_b, kernels)
-    query = rotate(query.reshape(count, text.num_attention_heads, text.head_dim), angles)
+    query = rotate(query.reshape(count, -1, text.head_dim), angles)
     output = sparse_attention(
         query,
         weights.sink,

@@ -10,6 +10,16 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
 from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
+from v41jax.layers.collectives import (
+    ONE_CHIP,
+    Parallel,
+    exchanges_rows,
+    first_expert,
+    gather_quantized,
+    gather_rows,
+    scatter_rows,
+    sum_over_model,
+)
 from v41jax.layers.linear import LinearWeight, linear, product, quantize_input
 from v41jax.precision import Precision
 
@@ -126,6 +136,7 @@ def moe(
     text: TextConfig,
     precision: Precision,
     kernels: str,
+    parallel: Parallel = ONE_CHIP,
 ) -> tuple[Array, Routing]:
     """Routed and shared experts of every row.
 
@@ -137,6 +148,7 @@ def moe(
       text: configuration.
       precision: rounding choices.
       kernels: implementation of the operations.
+      parallel: the mesh.
 
     Returns:
       [N, D] activation dtype (float32 sum in ascending expert id, then the shared expert, one rounding), and the
@@ -144,10 +156,39 @@ def moe(
     """
     routing = route(normalized, weights.router, image_rows, text)
     quantized = quantize_input(normalized, precision)
-    routed = grouped_experts(
-        quantized,
-        routing.experts,
-        routing.weights,
+    routed = routed_experts(
+        quantized, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
+    )
+    shared = shared_expert(quantized, weights.shared, text, precision, kernels)
+    total = sum_over_model(routed + shared.astype(jnp.float32), parallel)
+    return round_to(total, normalized.dtype), routing
+
+
+def routed_experts(
+    quantized: Array,
+    routing: Routing,
+    weights: MoeWeights,
+    valid: Array,
+    *,
+    text: TextConfig,
+    precision: Precision,
+    kernels: str,
+    parallel: Parallel,
+) -> Array:
+    """The chosen experts of every row, as far as this chip's share of the sum goes; arguments as of `moe`.
+
+    Returns:
+      [N, D] float32; on a mesh to be summed over `model`.
+    """
+    rows, chosen, factors = quantized, routing.experts, routing.weights
+    if exchanges_rows(parallel):
+        rows = gather_quantized(quantized, precision.activation_quantization)
+        chosen, factors, valid = gather_rows((chosen, factors, valid))
+    held = weights.experts.w1.values.shape[0 if weights.layer is None else 1]
+    sums = grouped_experts(
+        rows,
+        chosen - first_expert(held, parallel),
+        factors,
         _operand(weights.experts.w1),
         _operand(weights.experts.w3),
         _operand(weights.experts.w2),
@@ -157,8 +198,7 @@ def moe(
         layer=weights.layer,
         implementation=kernels,
     )
-    shared = shared_expert(quantized, weights.shared, text, precision, kernels)
-    return round_to(routed + shared.astype(jnp.float32), normalized.dtype), routing
+    return scatter_rows(sums) if exchanges_rows(parallel) else sums
 
 
 def _operand(weight: LinearWeight) -> ExpertWeights | Array:

@@ -121,7 +121,7 @@ def encode_patches(
     hidden, _ = jax.lax.scan(block, hidden, parameters.blocks)
     cells = merge_cells(rms_norm(hidden, parameters.norm), inputs.merge_rows, inputs.merge_valid)
     inner = linear(cells, *parameters.aligner_w1, out_dtype=jnp.float32)
-    return linear(gelu(inner).astype(dtype), *parameters.aligner_w2)
+    return linear(gelu(inner, config.projector_hidden_act).astype(dtype), *parameters.aligner_w2)
 
 
 def attention(qkv: Array, inputs: VisionInputs, heads: int) -> Array:
@@ -198,9 +198,9 @@ def rms_norm(x: Array, weight: Array) -> Array:
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def gelu(x: Array) -> Array:
-    """The exact GELU, by the error function."""
-    return jax.nn.gelu(x, approximate=False)
+def gelu(x: Array, kind: str) -> Array:
+    """`kind` "gelu" by the error function, "gelu_pytorch_tanh" its approximation; they differ by at most 5e-4."""
+    return jax.nn.gelu(x, approximate=kind == "gelu_pytorch_tanh")
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None, out_dtype: DTypeLike | None = None) -> Array:

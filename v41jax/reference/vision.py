@@ -42,7 +42,8 @@ def encode_image(
         hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{prefix}.mlp.w2.weight"].T
     hidden = _norm(hidden, weights["vision.norm.weight"])
     cells = merge_cells(hidden.reshape(patch_rows, patch_columns, -1), config.downsample_ratio)
-    return _linear(gelu(_linear(cells, weights, "aligner.w1")), weights, "aligner.w2")
+    inner = gelu(_linear(cells, weights, "aligner.w1"), config.projector_hidden_act)
+    return _linear(inner, weights, "aligner.w2")
 
 
 def merge_cells(features: np.ndarray, ratio: int) -> np.ndarray:
@@ -78,8 +79,10 @@ def rotate(vectors: np.ndarray, angles: np.ndarray) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
-    """The exact GELU, by the error function."""
+def gelu(x: np.ndarray, kind: str) -> np.ndarray:
+    """`kind` "gelu" by the error function, "gelu_pytorch_tanh" its approximation."""
+    if kind == "gelu_pytorch_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from v41jax.engine import Delta
+from v41jax.engine_requests import Delta
 from v41jax.protocol import (
     ArgumentsDelta,
     CallStarted,

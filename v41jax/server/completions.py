@@ -11,8 +11,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from v41jax.engine import Delta
 from v41jax.engine_core import TokenScore
+from v41jax.engine_requests import Delta
 from v41jax.server.completion_request import CompletionRequest, RawPrompt, read_completion_request
 from v41jax.server.connection import LAST_EVENT, EventStream, event, while_connected
 from v41jax.server.errors import as_api_error

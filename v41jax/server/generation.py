@@ -10,9 +10,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from scheduler.sequence import SamplingParams as EngineSampling
-from v41jax.engine import Delta, Prompt, QueueFullError
+from v41jax.engine import QueueFullError
 from v41jax.engine_core import StepFailedError
 from v41jax.engine_images import PromptImages
+from v41jax.engine_requests import Delta, Prompt
 from v41jax.image_leases import ImageCapacityError
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.errors import ApiError
@@ -30,6 +31,24 @@ def seed_of_choice(seed: int | None, choice: int) -> int | None:
     if seed is None or (choice == 0 and 0 <= seed < 2**32):
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:4], "little")
+
+
+def check_length(service: Service, tokens: Sequence[int], param: str = "prompt") -> None:
+    """Refuses prompts that can never run; cheap, so that it comes before work on anything else of a request.
+
+    Raises:
+      ApiError: no token, or more than the model allows.
+    """
+    count, limit = len(tokens), service.max_model_len
+    if not count:
+        raise ApiError(400, "the prompt has no tokens: give at least one", param=param, code="invalid_value")
+    if count > limit:
+        raise ApiError(
+            400,
+            f"the prompt has {count} tokens, the model takes at most {limit}: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def make_prompt(
@@ -56,19 +75,10 @@ def make_prompt(
       images: of the prompt.
 
     Raises:
-      ApiError: the prompt is empty, or longer than the model or the pool allows.
+      ApiError: the prompt is empty, or longer than the model allows.
     """
-    count, limit = len(tokens), service.max_model_len
-    if not count:
-        raise ApiError(400, "the prompt has no tokens: give at least one", param="prompt", code="invalid_value")
-    if count > limit:
-        raise ApiError(
-            400,
-            f"the prompt has {count} tokens, the model takes at most {limit}: shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    room = max(limit - count, 1)
+    check_length(service, tokens)
+    room = max(service.max_model_len - len(tokens), 1)
     stops = set(params.stop_token_ids)
     if not params.ignore_eos:
         stops |= service.tokenizer.stop_ids - set(service.engine.core.scheduler.view.eos_token_ids)
@@ -130,6 +140,8 @@ async def run_choices(service: Service, groups: Sequence[Sequence[Prompt]]) -> A
             async with aclosing(service.engine.stream(prompt)) as stream:
                 async for delta in stream:
                     watch.see(delta)
+                    if delta.finish_reason is not None:
+                        _require_followed_grammar(prompt)
                     queue.put_nowait((index, delta))
                     done.set()
         except Exception as error:
@@ -198,6 +210,14 @@ def _require_success(reason: str) -> None:
         raise ApiError(503, "the request was cancelled because the server stops", code="draining")
     if kind == "failed":
         raise ApiError(500, "the engine failed while it answered", code="engine_failed")
+
+
+def _require_followed_grammar(prompt: Prompt) -> None:
+    """Raises an `ApiError` when a reply ended because its grammar could not be followed to the end."""
+    failure = getattr(prompt.constraint, "failure", None)
+    if failure is not None:
+        message = f"the reply cannot follow its grammar, which became too large on the way: simplify it ({failure})"
+        raise ApiError(400, message, code="grammar_failed")
 
 
 def _as_answer(error: Exception) -> Exception:

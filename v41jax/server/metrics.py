@@ -33,6 +33,9 @@ _COUNTERS = {
     "rows_saved": ("rows_saved", "Decoder rows that bounded replay left out."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests, reused ones included."),
     "hit_tokens": ("prefix_hit_tokens", "Prompt tokens whose pages were reused."),
+    "prompt_images": ("prompt_images", "Images of admitted requests, reused ones included."),
+    "hit_images": ("prefix_hit_images", "Images of admitted requests whose pages were all reused."),
+    "vision_encoded": ("images_encoded", "Images that went through the vision tower."),
     "output_tokens": ("generated_tokens", "Tokens generated."),
     "preemptions": ("preemptions", "Times a running request was sent back to the queue."),
     "aborted": ("requests_aborted", "Requests that were cancelled."),
@@ -41,7 +44,60 @@ _COUNTERS = {
     "draft_tokens": ("draft_tokens", "Tokens drafted."),
     "accepted_tokens": ("accepted_draft_tokens", "Drafted tokens that were accepted."),
     "recompiles_after_warm_up": ("recompiles", "Programs compiled after warm-up."),
+    "draft_calls": ("draft_calls", "Calls of the draft model."),
+    "verified_blocks": ("verified_blocks", "Decode steps of single requests, each with the proposals it verified."),
+    "verify_seconds": ("verify_seconds", "From the dispatch of decode steps with drafts to their tokens."),
+    "draft_seconds": ("draft_seconds", "From the tokens of a step to the block drafted after it."),
 }
+_LISTS = {
+    "offered_by_position": ("offered_draft_tokens_by_position", "Drafted tokens verified.", "position", 1),
+    "accepted_by_position": ("accepted_draft_tokens_by_position", "Drafted tokens accepted.", "position", 1),
+    "accepted_lengths": ("verified_blocks_by_accepted_length", "Verified blocks.", "accepted", 0),
+}
+"""Lists: name, text, label, and the label's value of the first entry."""
+
+
+_TRANSFERS = {
+    "searches": "Searches for pages of waiting requests.",
+    "timeouts": "Searches that had not ended when their request would wait no longer.",
+    "failures": "Searches that ended with an unexpected error.",
+    "pages_adopted": "Pages brought to the device.",
+    "images_adopted": "State images brought to the device.",
+    "pages_unused": "Pages fetched in vain.",
+    "pages_saved": "Pages read back for the tiers.",
+    "images_saved": "State images read back for the tiers.",
+    "saves_dropped": "Pages and images not kept because the tiers could not follow.",
+    "wait_seconds": "Seconds that requests whose turn it was waited for pages.",
+}
+_TIERS = {
+    "hits": "Pages found.",
+    "misses": "Pages not found.",
+    "writes": "Pages written.",
+    "evictions": "Pages that had to go for others.",
+    "corrupt": "Pages that were not what was written.",
+    "errors": "Operations that failed.",
+    "skipped": "Operations left out after a failure.",
+    "bytes_read": "Bytes of pages found.",
+    "bytes_written": "Bytes of pages written.",
+    "read_seconds": "Seconds spent in lookups.",
+    "write_seconds": "Seconds spent in writes.",
+}
+
+
+def _tier_metrics(values: dict[str, Any]) -> Iterable[Metric]:
+    """Of pages beyond the device, one sample a tier."""
+    for key, text in _TRANSFERS.items():
+        yield CounterMetricFamily(f"{PREFIX}_transfer_{key}", text, value=values["transfers"][key])
+    for key, text in _TIERS.items():
+        family = CounterMetricFamily(f"{PREFIX}_tier_{key}", text, labels=("tier",))
+        for tier, found in values["tiers"].items():
+            family.add_metric((tier,), found[key])
+        yield family
+    for key, text in (("pages", "Pages kept."), ("bytes", "Bytes of pages kept.")):
+        gauge = GaugeMetricFamily(f"{PREFIX}_tier_{key}", text, labels=("tier",))
+        for tier, found in values["tiers"].items():
+            gauge.add_metric((tier,), found[key])
+        yield gauge
 
 
 class _EngineTotals:
@@ -58,6 +114,14 @@ class _EngineTotals:
         for key, (name, text) in _COUNTERS.items():
             if key in values:
                 yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=values[key])
+        for key, (name, text, label, first) in _LISTS.items():
+            if key in values:
+                family = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=[label])
+                for number, value in enumerate(values[key], first):
+                    family.add_metric([str(number)], value)
+                yield family
+        if "tiers" in values:
+            yield from _tier_metrics(values)
 
 
 class Metrics:

@@ -1,0 +1,320 @@
+"""Steps of the whole model on one device against what the device can do: `python -m benchmarks.end_to_end`.
+
+Weights are random and made on the device (`benchmarks.random_model`), so that `--preset v4.1-flash-96e` needs no
+checkpoint. Every cell plans its steps as the scheduler does and runs them through `ModelRunner`:
+
+* decode: `--batches` requests of `--contexts` tokens each, every one with pages of its own;
+* prefill: one prompt of `--prompts` tokens in chunks of `--chunk`, decoder replay on.
+
+One JSON line a cell: seconds of a step (median, the device's and the host's part), tokens per second, the bound of the
+step (bytes and operations counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run), the
+fraction reached, and what compiling took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.provenance import provenance
+from benchmarks.random_model import random_parameters, random_pools
+from benchmarks.timing import Ceilings, measure_ceilings
+from scheduler.batch import EngramRows, Preparation
+from scheduler.batch_builder import build_batch_step
+from scheduler.buckets import Buckets, prefill_token_ladder
+from scheduler.model_view import ModelView
+from scheduler.pool_geometry import V41PoolGeometry
+from scheduler.runtime_config import EngineConfig, validate_runtime_config
+from scheduler.scheduled_batch import Phase, ScheduledBatch
+from scheduler.sequence import SamplingParams
+from scheduler.states import StateMaintenanceOps
+from v41jax.config import ModelConfig
+from v41jax.layers.collectives import Parallel
+from v41jax.model import ModelSetup
+from v41jax.plan_work import Rows, Work, least_work
+from v41jax.precision import Precision
+from v41jax.presets import preset
+from v41jax.runner import ModelRunner, SamplingRow, sampling_inputs
+
+SECONDS_A_CELL = 2.0
+"""Steps are repeated for about this long."""
+
+
+@dataclasses.dataclass
+class Bench:
+    """A model on the device and what its steps are measured against.
+
+    Attributes:
+      config: of the model.
+      runner: weights, pools and programs.
+      rates: of the device.
+      random: source of token ids and page orders.
+    """
+
+    config: ModelConfig
+    runner: ModelRunner
+    rates: Ceilings
+    random: np.random.Generator
+
+    @property
+    def geometry(self) -> V41PoolGeometry:
+        """Of the pools."""
+        return self.runner.setup.geometry
+
+    def planned(
+        self, phase: Phase, starts: Sequence[int], ends: Sequence[int], *, is_final: bool, pages: Sequence[np.ndarray]
+    ) -> ScheduledBatch:
+        """A step over requests 0, 1, ... whose slots are moved to where the step starts."""
+        count, history = len(starts), self.geometry.history_size
+        total = int(np.sum(ends) - np.sum(starts))
+        width = max(len(table) for table in pages)
+        tables = np.zeros((count, width), np.int32)
+        for row, table in enumerate(pages):
+            tables[row, : len(table)] = table
+        start = np.array(starts, np.int32)
+        first = np.where(start > 0, Preparation.REWIND, Preparation.RESET)
+        return ScheduledBatch(
+            index=0,
+            phase=phase,
+            request_ids=tuple(range(count)),
+            generations=(0,) * count,
+            slots=np.arange(count, dtype=np.int32),
+            starts=start,
+            resumes=start.copy(),
+            ends=np.array(ends, np.int32),
+            is_final=np.full(count, is_final),
+            preparation=first.astype(np.int32),
+            write_from=np.zeros(count, np.int32),
+            cached_until=np.zeros(count, np.int32),
+            swa_cached_until=np.zeros(count, np.int32),
+            swa_replay_start=np.zeros(count, np.int32),
+            history=self.tokens((count, history)),
+            token_ids=self.tokens(total),
+            image_rows=np.zeros(total, bool),
+            block_tables=tables,
+            table_lengths=np.array([len(table) for table in pages], np.int32),
+            sampling=(SamplingParams(),) * count,
+            output_positions=(0,) * count,
+            images=((),) * count,
+            decoder_replay=phase is Phase.PREFILL,
+            ops=StateMaintenanceOps(),
+        )
+
+    def tokens(self, shape: Any) -> np.ndarray:
+        """Random text ids."""
+        return self.random.integers(3, min(self.config.text.vocab_size, self.config.image_token_id), shape, np.int32)
+
+    def run(self, batch: ScheduledBatch, buckets: Buckets) -> tuple[Any, float]:
+        """Builds and dispatches a step; its output and the host's seconds."""
+        began = time.perf_counter()
+        compressed = self.config.text.engram_compressed_vocab_size
+        arrays, shape = build_batch_step(
+            batch,
+            self.geometry,
+            buckets,
+            lambda ids: ids % max(compressed, 1),
+            num_pages=self.runner.num_pages,
+            num_slots=self.runner.num_slots,
+        )
+        rows = [SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)] * len(batch.output_requests)
+        sampling = self.runner.step_sampling(
+            sampling_inputs(rows, shape.outputs), targets=self.runner.no_targets(shape)
+        )
+        output = self.runner.execute(shape, arrays, self.engram_rows(shape.rows), sampling)
+        return output, time.perf_counter() - began
+
+    def engram_rows(self, count: int) -> EngramRows:
+        """Table rows as a look-up would return them."""
+        text = self.config.text
+        shape = (count, (text.engram_max_ngram_size - 1) * text.engram_n_heads)
+        layers = range(len(text.engram_layer_ids))
+        # Codes below 0x78 and their negatives are finite.
+        codes = tuple(
+            self.random.integers(0, 256, (*shape, text.engram_head_dim), np.uint8) & np.uint8(0xF7) for _ in layers
+        )
+        scales = tuple(np.full((*shape, text.engram_head_dim // 32), 127, np.uint8) for _ in layers)
+        return EngramRows(codes=codes, scales=scales)
+
+    def work(self, rows: Rows) -> Work:
+        """The least work of a step."""
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.runner.params)
+        return least_work(self.config, self.geometry, abstract, Parallel(), rows, ())
+
+
+def decode_cell(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+    """Decode steps of `batch` requests that hold `context` tokens each."""
+    per_request = bench.geometry.pages_for(context + 1)
+    order = bench.random.permutation(bench.runner.num_pages)[: batch * per_request].astype(np.int32)
+    pages = order.reshape(batch, per_request)
+    buckets = Buckets((batch,), (128,), (batch,), (per_request,), (per_request,))
+
+    def step() -> tuple[Any, float]:
+        starts = [context] * batch
+        return bench.run(
+            bench.planned(Phase.DECODE, starts, [context + 1] * batch, is_final=True, pages=list(pages)), buckets
+        )
+
+    began = time.perf_counter()
+    jax.block_until_ready(step()[0])
+    compile_seconds = time.perf_counter() - began
+    steps, host = _timed(step)
+    work = bench.work(Rows(batch, batch, batch, context))
+    return {
+        "phase": "decode",
+        "batch": batch,
+        "context": context,
+        "compile_s": round(compile_seconds, 1),
+        **_against(bench, work, steps),
+        "host_ms": round(1e3 * host, 3),
+        "tokens_per_s": round(batch / steps, 1),
+    }
+
+
+def prefill_cell(bench: Bench, prompt: int, chunk: int) -> dict[str, Any]:
+    """One prompt in chunks; only the last runs the decoder, on its tail."""
+    pages = [bench.random.permutation(bench.runner.num_pages)[: bench.geometry.pages_for(prompt)].astype(np.int32)]
+    ladder = prefill_token_ladder(min(chunk, prompt))
+    buckets = Buckets((1,), ladder, (1,) * len(ladder), (len(pages[0]),), (len(pages[0]),))
+    cuts = [*range(0, prompt, chunk), prompt]
+
+    def forward() -> tuple[Any, float]:
+        host = 0.0
+        for start, end in itertools.pairwise(cuts):
+            planned = bench.planned(Phase.PREFILL, [start], [end], is_final=end == prompt, pages=pages)
+            output, seconds = bench.run(planned, buckets)
+            host += seconds
+        return output, host
+
+    began = time.perf_counter()
+    jax.block_until_ready(forward()[0])
+    compile_seconds = time.perf_counter() - began
+    seconds, host = _timed(forward)
+    window = bench.config.text.sliding_window
+    work = Work(0.0, 0.0, 0.0)
+    for start, end in itertools.pairwise(cuts):
+        final = end == prompt
+        # Rows attend to what is before them: half of the chunk on average.
+        rows = Rows(end - start, min(window, end - start) if final else 0, int(final), (start + end) // 2)
+        part = bench.work(rows)
+        work = Work(work.memory_bytes + part.memory_bytes, work.operations + part.operations, 0.0)
+    return {
+        "phase": "prefill",
+        "prompt": prompt,
+        "chunk": chunk,
+        "compile_s": round(compile_seconds, 1),
+        **_against(bench, work, seconds),
+        "host_ms": round(1e3 * host, 3),
+        "tokens_per_s": round(prompt / seconds, 1),
+    }
+
+
+def _timed(step: Any) -> tuple[float, float]:
+    """Seconds of a call when calls queue up, and the host's median share."""
+    began = time.perf_counter()
+    jax.block_until_ready(step()[0])
+    once = time.perf_counter() - began
+    count = max(3, min(50, int(SECONDS_A_CELL / once)))
+    hosts = []
+    began = time.perf_counter()
+    for _ in range(count):
+        output, host = step()
+        hosts.append(host)
+    jax.block_until_ready(output)
+    return (time.perf_counter() - began) / count, statistics.median(hosts)
+
+
+def _against(bench: Bench, work: Work, seconds: float) -> dict[str, float]:
+    memory = work.memory_bytes / bench.rates.bytes_per_second
+    compute = work.operations / bench.rates.flops_per_second
+    return {
+        "step_ms": round(1e3 * seconds, 3),
+        "bytes": round(work.memory_bytes),
+        "flops": round(work.operations),
+        "memory_bound_ms": round(1e3 * memory, 3),
+        "compute_bound_ms": round(1e3 * compute, 3),
+        "fraction": round(max(memory, compute) / seconds, 4),
+    }
+
+
+def build(arguments: argparse.Namespace, rates: Ceilings) -> Bench:
+    """The model, its pools and its runner."""
+    config = preset(arguments.preset)
+    decode = [(batch, context) for batch in arguments.batches for context in arguments.contexts]
+    longest = max([context + 1 for _, context in decode] + arguments.prompts)
+    options = EngineConfig(
+        dtype="bfloat16",
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        index_cache_dtype=arguments.index_cache_dtype,
+        kernels=arguments.kernels,
+        max_num_seqs=max(arguments.batches),
+        max_model_len=longest,
+        num_pages=1,
+        vision="off",
+    )
+    view = ModelView.from_config(config)
+    validate_runtime_config(options, view)
+    geometry = options.geometry(view)
+    slots = max(arguments.batches)
+    pages = max(
+        max((batch * geometry.pages_for(context + 1) for batch, context in decode), default=1),
+        max((geometry.pages_for(prompt) for prompt in arguments.prompts), default=1),
+    )
+    setup = ModelSetup(config, geometry, Precision(), options.kernels)
+    params = random_parameters(config, max_model_len=longest, seed=arguments.seed)
+    runner = ModelRunner(params, setup, num_pages=pages, num_slots=slots)
+    runner.replace_pools(random_pools(geometry, pages, slots))
+    return Bench(config, runner, rates, np.random.default_rng(arguments.seed))
+
+
+def cells(bench: Bench, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All measurements, cheapest first."""
+    for context in arguments.contexts:
+        for batch in arguments.batches:
+            yield decode_cell(bench, batch, context)
+    for prompt in arguments.prompts:
+        yield prefill_cell(bench, prompt, arguments.chunk)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+
+    def sizes(text: str) -> list[int]:
+        return [int(part) for part in text.split(",") if part]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="v4.1-flash-96e")
+    parser.add_argument("--batches", type=sizes, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--contexts", type=sizes, default=[1024, 8192, 65536])
+    parser.add_argument("--prompts", type=sizes, default=[1024, 4096, 16384, 32768])
+    parser.add_argument("--chunk", type=int, default=8192, help="rows of one prefill forward")
+    parser.add_argument("--kv-cache-dtype", default="bf16", choices=("bf16", "fp4"))
+    parser.add_argument("--index-cache-dtype", default="fp8", choices=("fp8", "fp4"))
+    parser.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(given)
+    rates = measure_ceilings(small=jax.default_backend() == "cpu")
+    bench = build(arguments, rates)
+    header = provenance() | {
+        "benchmark": "end_to_end",
+        "preset": arguments.preset,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "index_cache_dtype": arguments.index_cache_dtype,
+        "copy_bytes_per_s": round(rates.bytes_per_second),
+        "matmul_flops_per_s": round(rates.flops_per_second),
+        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(bench.runner.params)),
+    }
+    for cell in cells(bench, arguments):
+        print(json.dumps(header | cell), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Random weights and pool contents made on the device: a model of any size without a checkpoint.
+
+The distributions are those of `checkpoints.synthesize`, so that activations neither die nor explode; only the bytes
+are drawn by JAX, one array at a time. What a step costs does not depend on them beyond which experts and entries are
+chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.safetensors_file import ARRAY_DTYPES
+from checkpoints.schema import tensor_schema
+from scheduler.pool_geometry import V41PoolGeometry
+from scheduler.pools import Pools, abstract
+from v41jax.config import ModelConfig
+from v41jax.parameters import Parameters, parameter_leaves
+
+Array = jax.Array
+
+SCALE_ONE = 127
+"""The E8M0 code of 1."""
+E4M3_DEVIATION, E2M1_DEVIATION = 1.0, 2.9
+"""Root mean square of the codes drawn."""
+NORMS = ("attn_norm", "ffn_norm", "norm", "q_norm", "kv_norm", "k_norm", "q_weight", "k_weight")
+GAINS = {"head": 2.0, "router.weight": 1.5}
+
+
+def random_parameters(config: ModelConfig, *, max_model_len: int, seed: int = 0) -> Parameters:
+    """Weights in their stored form.
+
+    Args:
+      config: of the model.
+      max_model_len: positions that the RoPE tables cover.
+      seed: of all of them.
+    """
+    schema = tensor_schema(config, ("text",))
+
+    def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
+        return schema[name].shape, ARRAY_DTYPES[schema[name].dtype]
+
+    leaves = parameter_leaves(config, describe, max_model_len=max_model_len, form="stored", dtype=jnp.bfloat16)
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(leaves))))
+
+    def make(path: Any, leaf: Any) -> Array:
+        key, name = next(keys), ".".join(part.name for part in path if hasattr(part, "name"))
+        if name.startswith(("plain.", "yarn.")):
+            return jax.device_put(leaf.read(None))
+        return _weight(key, name, leaf.shape, jnp.dtype(leaf.dtype), config.text.hc_mult)
+
+    return jax.tree_util.tree_map_with_path(make, leaves)
+
+
+def random_pools(geometry: V41PoolGeometry, num_pages: int, num_slots: int, seed: int = 1) -> Pools:
+    """Pools as a long run leaves them: every row in use, no code a NaN, cursors at 0."""
+    arrays, structure = jax.tree.flatten(abstract(geometry, num_pages, num_slots))
+    keys = jax.random.split(jax.random.key(seed), len(arrays))
+    return jax.tree.unflatten(structure, [_rows(key, array.shape, array.dtype) for key, array in zip(keys, arrays)])
+
+
+def _weight(key: Array, name: str, shape: tuple[int, ...], dtype: Any, streams: int) -> Array:
+    last = name.rsplit(".", 1)[-1]
+    deviation = next((gain for suffix, gain in GAINS.items() if name.endswith(suffix)), 1.0) / math.sqrt(shape[-1])
+    if last == "scales":
+        packed = ".experts." in name
+        inputs = 32 * shape[-1]
+        step = 1 / math.sqrt(inputs) / (E2M1_DEVIATION if packed else E4M3_DEVIATION)
+        return jnp.full(shape, SCALE_ONE + round(math.log2(step)), dtype)
+    if dtype == jnp.uint8:
+        return _blocks(lambda k, s: jax.random.bits(k, s, jnp.uint8), key, shape)
+    if dtype == jnp.float8_e4m3fn:
+        return _blocks(lambda k, s: (E4M3_DEVIATION * jax.random.normal(k, s)).astype(dtype), key, shape)
+    if last in NORMS:
+        return jnp.ones(shape, dtype)
+    if last == "base":
+        return _mix_base(shape, streams)
+    if last == "scale":
+        return jnp.full(shape, 0.5, dtype)
+    if last in ("bias", "bias_vl", "sink"):
+        return jnp.zeros(shape, dtype)
+    deviation = 1.0 if last == "embed" else deviation
+    return _blocks(lambda k, s: (deviation * jax.random.normal(k, s)).astype(dtype), key, shape)
+
+
+def _mix_base(shape: tuple[int, ...], streams: int) -> Array:
+    """Streams mostly keep to themselves: the diagonal of the mixing matrix stands out."""
+    base = np.zeros(shape, np.float32)
+    base[..., 2 * streams :: streams + 1] = 4.0
+    return jnp.asarray(base)
+
+
+def _blocks(draw: Any, key: Array, shape: tuple[int, ...]) -> Array:
+    """Draws along the leading axis in turn, whose float32 noise would not fit at once for a large stack."""
+    if math.prod(shape) <= 1 << 28 or len(shape) < 2:
+        return jax.jit(draw, static_argnums=1)(key, shape)
+    return jax.jit(lambda keys: jax.lax.map(lambda k: draw(k, shape[1:]), keys))(jax.random.split(key, shape[0]))
+
+
+def _rows(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    if dtype == jnp.int32:
+        return jnp.zeros(shape, dtype)
+    if dtype == jnp.uint8:
+        # 0x00 .. 0x77 and their negatives: finite as E4M3, any pair of E2M1 codes, E8M0 below 2^-7.
+        return _blocks(lambda k, s: jax.random.bits(k, s, jnp.uint8) & jnp.uint8(0xF7), key, shape)
+    if dtype == jnp.uint16:
+        return _blocks(
+            lambda k, s: jax.lax.bitcast_convert_type(jax.random.normal(k, s, jnp.bfloat16), jnp.uint16), key, shape
+        )
+    return _blocks(lambda k, s: jax.random.normal(k, s).astype(dtype), key, shape)

@@ -1,0 +1,52 @@
+"""`v41jax plan` without libtpu: the ranking, one mesh, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from v41jax import plan_compile
+from v41jax.cli import app
+from v41jax.sharding import MeshError
+
+OPTIONS = ["plan", "--preset", "pico", "--steps", "none", "--max-num-seqs", "8", "--max-model-len", "1024"]
+
+
+@pytest.fixture(autouse=True)
+def four_devices(monkeypatch):
+    monkeypatch.setattr(plan_compile, "topology_devices", lambda name: list(range(4)))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*OPTIONS, "--topology", "v5p:2x2x1", *arguments])
+
+
+def test_every_mesh_is_ranked_by_the_tokens_it_could_give():
+    plan = json.loads(run("--json").stdout)
+    rates = [one["decode_tokens_per_second_bound"] for one in plan["search"]]
+    assert rates == sorted(rates, reverse=True)
+    assert {(one["mesh"]["data"], one["mesh"]["model"]) for one in plan["search"]} == {(4, 1), (2, 2)}
+    assert plan["mesh"] == plan["search"][0]["mesh"]
+    assert plan["requests"] == 8
+    assert plan["pages"] == plan["pages_per_shard"] * plan["mesh"]["data"]
+
+
+def test_one_mesh_is_planned_when_asked_for():
+    result = run("--mesh", "data=2,model=2", "--enable-expert-parallel")
+    assert "data=2,model=2, whole experts over data and model; per chip:" in result.stdout
+    assert "meshes of" not in result.stdout
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_every_reason():
+    result = run("--mesh", "data=1,model=4")
+    assert isinstance(result.exception, MeshError)
+    assert any("cuts moe_intermediate_size 64 into parts of 16" in fault for fault in result.exception.faults)
+    assert isinstance(run("--mesh", "data=8,model=1").exception, MeshError)
+
+
+def test_an_unknown_generation_and_unknown_steps_are_refused():
+    result = CliRunner().invoke(app, [*OPTIONS, "--topology", "v3:2x2"])
+    assert "the generation 'v3' is none of" in str(result.exception)
+    assert "is none of decode, prefill, both, none" in str(run("--steps", "all").exception)

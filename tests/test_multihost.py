@@ -1,0 +1,89 @@
+"""Flags of a service of several processes, and how the loss of one is noticed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from scheduler.runtime_config import EngineConfig
+from v41jax import multihost
+from v41jax.multihost import Followers, Hosts, follow, hosts_of
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Recorder:
+    """A runner that remembers what it was told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def warm_up(self, shapes, *, images):
+        self.calls.append(("warm_up", shapes, images))
+
+    def load_adjustments(self, slot, row):
+        self.calls.append(("load_adjustments", slot, row))
+
+    def execute(self, *arguments):
+        self.calls.append(("execute", *arguments))
+
+
+def test_one_process_needs_no_flags():
+    assert hosts_of(EngineConfig()) is None
+
+
+def test_faults_of_the_flags_are_named_together():
+    config = EngineConfig(coordinator="nowhere", num_processes=2, process_id=2, vision="on")
+    with pytest.raises(ValueError) as error:
+        hosts_of(config)
+    for part in ("'nowhere' must read HOST:PORT", "process_id 2 must lie in 0..1", "fewer chips", "vision 'on'"):
+        assert part in str(error.value)
+    remote = EngineConfig(coordinator="10.0.0.1:8476", num_processes=2, mesh={"data": 1, "model": 2})
+    with pytest.raises(ValueError, match="is not this machine: set V41JAX_HOSTS_SECRET"):
+        hosts_of(remote)
+    with pytest.raises(ValueError, match="num_processes 2 needs a coordinator"):
+        hosts_of(EngineConfig(num_processes=2))
+
+
+def test_a_follower_does_what_process_0_does_in_order():
+    hosts = Hosts(f"127.0.0.1:{free_port()}", 2, 1)
+    runner, sizes = Recorder(), []
+    thread = threading.Thread(target=follow, args=(hosts, lambda given: (sizes.append(given), runner)[1], None))
+    thread.start()
+    followers = Followers(hosts)
+    followers.send("build", {"num_pages": 3})
+    followers.send("warm_up", ("a",), False)
+    followers.send("load_adjustments", 1, [0.5])
+    followers.send("execute", "shape", "batch", "sampling", None, None)
+    followers.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert sizes == [{"num_pages": 3}]
+    assert [call[0] for call in runner.calls] == ["warm_up", "load_adjustments", "execute"]
+    assert runner.calls[2][1:3] == ("shape", "batch")
+
+
+def test_the_end_of_a_connection_is_the_loss_of_a_process():
+    hosts = Hosts(f"127.0.0.1:{free_port()}", 2, 1)
+    lost, gone = [], threading.Event()
+
+    def follower():
+        connection = multihost._connect(hosts)
+        connection.send_bytes(multihost.pickle.dumps(1))
+        gone.wait(10)
+        connection.close()
+
+    thread = threading.Thread(target=follower)
+    thread.start()
+    noticed = threading.Event()
+    Followers(hosts, on_lost=lambda reason: (lost.append(reason), noticed.set()))
+    gone.set()
+    assert noticed.wait(10)
+    thread.join(10)
+    assert lost[0].startswith("process 1 was lost")

@@ -1,0 +1,370 @@
+"""One engine over several processes: process 0 schedules and serves, the others run the same steps.
+
+JAX joins the devices (`jax.distributed`); every process then runs the same programs in the same order. What varies
+between steps are host arrays, and those travel from process 0 to the followers over a connection of their own. Table
+rows of the Engram do not travel: each host reads its own files.
+
+The same connections tell who is alive. A process that ends, or is silent for `SILENCE_S`, ends the others: a
+collective cannot be left once a participant is gone, so the survivor says which process was lost and exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.engram_tables import EngramTables
+from checkpoints.load import Checkpoint
+from scheduler.batch import BatchStep, EngramRows
+from scheduler.buckets import StepShape
+from scheduler.model_view import ModelView
+from scheduler.runtime_config import EngineConfig, validate_runtime_config
+from scheduler.states import StateMaintenanceOps
+from v41jax.config import ModelConfig
+from v41jax.engram_lookup import EngramLookup
+from v41jax.mesh_runner import MeshRunner, load_on_mesh
+from v41jax.model import ModelSetup
+from v41jax.parameters import WeightForm
+from v41jax.precision import Precision
+from v41jax.runner import StepOutput, StepSampling
+from v41jax.sharding import arrangement, check_mesh, make_mesh
+from v41jax.token_map import load_token_map
+
+BEAT_S = 1.0
+"""Seconds between signs of life."""
+SILENCE_S = 15.0
+"""Seconds of silence after which a process counts as lost."""
+JOIN_S = 600.0
+"""Seconds that process 0 waits for the others."""
+SECRET_VARIABLE = "V41JAX_HOSTS_SECRET"
+"""Environment variable with what the processes prove to each other; a coordinator on another machine needs it."""
+LOST_EXIT_CODE = 75
+"""Exit code of a process that lost another one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Which process this is.
+
+    Attributes:
+      coordinator: `host:port` of process 0 for JAX; steps travel over the port after it.
+      processes: of the service.
+      process: this one, from 0.
+      secret: known to all processes; others cannot connect.
+    """
+
+    coordinator: str
+    processes: int
+    process: int
+    secret: bytes = b"v41jax"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where steps are sent from."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host, int(port) + 1
+
+
+def hosts_faults(hosts: Hosts) -> list[str]:
+    """Everything wrong with the flags, one line each."""
+    faults = []
+    host, _, port = hosts.coordinator.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65535:
+        faults.append(f"coordinator {hosts.coordinator!r} must read HOST:PORT with a port from 1 to 65534")
+    if hosts.processes < 1:
+        faults.append(f"num_processes {hosts.processes} must be at least 1")
+    if not 0 <= hosts.process < max(hosts.processes, 1):
+        faults.append(f"process_id {hosts.process} must lie in 0..{hosts.processes - 1}")
+    return faults
+
+
+def hosts_of(config: EngineConfig) -> Hosts | None:
+    """The processes that the engine's options name; None is this one alone.
+
+    Raises:
+      ValueError: flags that make no sense, all faults together.
+    """
+    if config.coordinator is None:
+        if config.num_processes != 1 or config.process_id:
+            raise ValueError(f"num_processes {config.num_processes} needs a coordinator: give --coordinator HOST:PORT")
+        return None
+    secret = os.environ.get(SECRET_VARIABLE)
+    hosts = Hosts(config.coordinator, config.num_processes, config.process_id)
+    hosts = hosts if secret is None else dataclasses.replace(hosts, secret=secret.encode())
+    faults = hosts_faults(hosts)
+    if secret is None and hosts.coordinator.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+        # What travels is unpickled: whoever can connect could run anything.
+        faults.append(f"coordinator {hosts.coordinator!r} is not this machine: set {SECRET_VARIABLE} on all processes")
+    if math.prod(config.mesh.values()) < hosts.processes:
+        faults.append(f"mesh {dict(config.mesh)} has fewer chips than num_processes {hosts.processes}")
+    if config.vision == "on":
+        faults.append("vision 'on' is not supported over several processes: use 'off'")
+    if faults:
+        raise ValueError("; ".join(faults))
+    return hosts
+
+
+def join(hosts: Hosts) -> None:
+    """Joins the devices of all processes; before anything else of JAX is used."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(hosts.coordinator, num_processes=hosts.processes, process_id=hosts.process)
+
+
+def _end(lost: str) -> None:
+    """Ends this process: its own thread may be inside a collective that never returns."""
+    print(f"error: HostLostError: {lost}; this process ends, restart all of them", file=sys.stderr, flush=True)
+    os._exit(LOST_EXIT_CODE)
+
+
+class _Link:
+    """One connection: messages in order, and a thread that watches the other end."""
+
+    def __init__(self, connection: Connection, other: str, on_lost: Callable[[str], None]):
+        self._connection = connection
+        self._other = other
+        self._on_lost = on_lost
+        self._send_lock = threading.Lock()
+        self._heard = time.monotonic()
+        self._closing = False
+
+    def send(self, message: Any) -> None:
+        """Sends one message; a broken connection is a lost process."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._send_lock:
+                self._connection.send_bytes(data)
+        except OSError as error:
+            self._lose(str(error))
+
+    def receive(self) -> Any:
+        """The next message that is no sign of life."""
+        while True:
+            try:
+                message = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError) as error:
+                self._lose(str(error) or "its connection closed")
+                return None
+            self._heard = time.monotonic()
+            if message is not None:
+                return message
+
+    def expect_end(self) -> None:
+        """From now on the end of the connection is no loss."""
+        self._closing = True
+
+    def close(self) -> None:
+        """Ends the connection without taking it for a loss."""
+        self._closing = True
+        self._connection.close()
+
+    def beat(self) -> None:
+        """Starts the thread that sends signs of life and watches for silence."""
+
+        def run() -> None:
+            while not self._closing:
+                self.send(None)
+                time.sleep(BEAT_S)
+                silent = time.monotonic() - self._heard
+                if silent > SILENCE_S and not self._closing:
+                    self._lose(f"silent for {silent:.0f} s")
+
+        threading.Thread(target=run, name="v41jax-beat", daemon=True).start()
+
+    def _lose(self, reason: str) -> None:
+        if not self._closing:
+            self._on_lost(f"{self._other} was lost ({reason})")
+
+
+class Followers:
+    """The connections of process 0."""
+
+    def __init__(self, hosts: Hosts, on_lost: Callable[[str], None] = _end):
+        """Waits for every follower.
+
+        Raises:
+          TimeoutError: not all came within `JOIN_S`.
+        """
+        self._links: list[_Link] = []
+        self._watches: list[threading.Thread] = []
+        accepted: list[Connection] = []
+        with Listener(hosts.address, authkey=hosts.secret) as listener:
+
+            def accept() -> None:
+                while len(accepted) < hosts.processes - 1:
+                    accepted.append(listener.accept())
+
+            waiting = threading.Thread(target=accept, daemon=True)
+            waiting.start()
+            waiting.join(JOIN_S)
+        if len(accepted) < hosts.processes - 1:
+            raise TimeoutError(f"{len(accepted) + 1} of {hosts.processes} processes came within {JOIN_S:.0f} s")
+        for connection in accepted:
+            number = pickle.loads(connection.recv_bytes())
+            link = _Link(connection, f"process {number}", on_lost)
+            link.beat()
+            # Followers only ever send signs of life; receiving notices the end of the connection at once.
+            watch = threading.Thread(target=link.receive, name=f"v41jax-watch-{number}", daemon=True)
+            watch.start()
+            self._watches.append(watch)
+            self._links.append(link)
+
+    def send(self, *message: Any) -> None:
+        """Sends one message to all."""
+        for link in self._links:
+            link.send(message)
+
+    def close(self) -> None:
+        """Lets the followers go."""
+        for link in self._links:
+            link.expect_end()
+        self.send("stop")
+        for link, watch in zip(self._links, self._watches):
+            # They close first: a connection closed with signs of life unread would be reset, the stop with it.
+            watch.join(SILENCE_S)
+            link.close()
+
+
+class LeadingRunner(MeshRunner):
+    """The runner of process 0: whatever it does, the followers do too."""
+
+    def __init__(self, *arguments: Any, followers: Followers, **options: Any):
+        self._followers = followers
+        self._warming = False
+        sizes = {name: options[name] for name in ("num_pages", "num_slots", "num_images", "scores_prompts")}
+        followers.send("build", sizes)
+        super().__init__(*arguments, **options)
+
+    def warm_up(self, shapes: Any, *, images: bool = False) -> None:
+        """As of `ModelRunner`."""
+        shapes = tuple(shapes)
+        self._followers.send("warm_up", shapes, images)
+        self._warming = True
+        super().warm_up(shapes, images=images)
+        self._warming = False
+
+    def execute(
+        self,
+        shape: StepShape,
+        batch: BatchStep,
+        engram_rows: EngramRows,
+        sampling: StepSampling,
+        ops: StateMaintenanceOps | None = None,
+        image_rows: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> StepOutput:
+        """As of `ModelRunner`."""
+        self._followers.send("execute", shape, batch, sampling, ops, image_rows)
+        return super().execute(shape, batch, engram_rows, sampling, ops, image_rows)
+
+    def load_adjustments(self, slot: int, row: np.ndarray) -> None:
+        """As of `ModelRunner`."""
+        if not self._warming:
+            self._followers.send("load_adjustments", slot, row)
+        super().load_adjustments(slot, row)
+
+
+def follow_checkpoint(directory: Path, config: EngineConfig) -> None:
+    """Follows process 0 on one checkpoint until it stops.
+
+    Args:
+      directory: the checkpoint, as process 0 has it.
+      config: options of process 0, with this process's `process_id`.
+
+    Raises:
+      ValueError: options that cannot be served.
+    """
+    hosts = hosts_of(config)
+    if hosts is None:
+        raise ValueError("only a service of several processes has followers: give --coordinator HOST:PORT")
+    root = json.loads((directory / "config.json").read_text())
+    model_config = ModelConfig.from_dict(root)
+    view = ModelView.from_config(model_config, root)
+    validate_runtime_config(config, view)
+    parallel = arrangement(config.mesh, config.enable_expert_parallel)
+    check_mesh(model_config, parallel)
+    join(hosts)
+    mesh = make_mesh(parallel)
+    precision = Precision(jnp.dtype(config.dtype), config.activation_quantization)
+    form: WeightForm = "dequantized" if jax.default_backend() == "cpu" else "stored"
+    setup = ModelSetup(model_config, config.geometry(view), precision, config.kernels, parallel)
+    with contextlib.ExitStack() as held:
+        checkpoint = held.enter_context(Checkpoint.open(directory))
+        lookup = None
+        if model_config.text.engram_layer_ids:
+            tables = EngramTables.open(checkpoint)
+            held.callback(tables.close)
+            lookup = EngramLookup(model_config, load_token_map(directory, model_config), tables)
+        params = load_on_mesh(
+            checkpoint,
+            mesh,
+            parallel,
+            max_model_len=config.model_len(view),
+            form=form,
+            dtype=precision.activation_dtype,
+        )
+        follow(hosts, lambda sizes: MeshRunner(params, setup, mesh=mesh, **sizes), lookup)
+
+
+def follow(
+    hosts: Hosts,
+    build: Callable[[dict[str, Any]], MeshRunner],
+    lookup: EngramLookup | None,
+    on_lost: Callable[[str], None] = _end,
+) -> None:
+    """Runs what process 0 runs, until it stops.
+
+    Args:
+      hosts: of this process.
+      build: makes the runner for the sizes that process 0 chose.
+      lookup: Engram rows of this host; None without Engram layers.
+      on_lost: called when process 0 is gone.
+    """
+    connection = _connect(hosts)
+    connection.send_bytes(pickle.dumps(hosts.process))
+    link = _Link(connection, "process 0", on_lost)
+    link.beat()
+    runner: MeshRunner | None = None
+    while True:
+        message = link.receive()
+        if message is None or message[0] == "stop":
+            link.close()
+            return
+        command, *arguments = message
+        if command == "build":
+            runner = build(arguments[0])
+            continue
+        assert runner is not None
+        if command == "warm_up":
+            runner.warm_up(arguments[0], images=arguments[1])
+        elif command == "load_adjustments":
+            runner.load_adjustments(*arguments)
+        else:
+            shape, batch, sampling, ops, image_rows = arguments
+            engram_rows = EngramRows((), ()) if lookup is None else lookup.step_rows(batch)
+            runner.execute(shape, batch, engram_rows, sampling, ops, image_rows)
+
+
+def _connect(hosts: Hosts) -> Connection:
+    end = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return Client(hosts.address, authkey=hosts.secret)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)

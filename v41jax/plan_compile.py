@@ -1,0 +1,145 @@
+"""Compiles the real steps of a sharded model for a TPU topology that is not there, from abstract shapes.
+
+libtpu compiles without a TPU. Nothing is allocated: weights, pools and steps are shapes, so that the full model is
+planned on any machine. What the numbers mean is `plan`'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.safetensors_file import ARRAY_DTYPES
+from checkpoints.schema import tensor_schema
+from pallas_kernels import backend
+from scheduler import pools as pool_arrays
+from scheduler.buckets import StepShape
+from scheduler.pools import Pools
+from v41jax.config import ModelConfig
+from v41jax.hlo_collectives import Collective, count_collectives
+from v41jax.layers.collectives import Parallel
+from v41jax.mesh_runner import jit_mesh_step
+from v41jax.model import ModelSetup
+from v41jax.parameters import Parameters, abstract_parameters, parameter_leaves
+from v41jax.runner import StepSampling, empty_edits, sampling_inputs
+from v41jax.sharding import make_mesh
+from v41jax.step_arrays import empty_step, engram_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPlan:
+    """What the compiler says about one step, per chip.
+
+    Attributes:
+      argument_bytes: weights, pools and the step's arrays as laid out on the chip, padding included.
+      temporary_bytes: besides arguments and results.
+      output_bytes: results that do not take a donated argument's place.
+      seconds: of compilation.
+      collectives: of one run of the step.
+    """
+
+    argument_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    seconds: float
+    collectives: tuple[Collective, ...]
+
+
+def topology_devices(name: str) -> list[Any]:
+    """The devices of a TPU topology such as `v5p:4x4x4`.
+
+    Raises:
+      ValueError: libtpu is not installed or does not know the topology; it says which.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(name, "tpu").devices)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"topology {name!r} cannot be had from libtpu (pip install 'jax[tpu]'): {reason}") from error
+
+
+def abstract_weights(config: ModelConfig, max_model_len: int, dtype: Any = jnp.bfloat16) -> Parameters:
+    """Shapes of the weights in their stored form."""
+    schema = tensor_schema(config, scopes=("text",))
+
+    def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
+        return schema[name].shape, np.dtype(ARRAY_DTYPES[schema[name].dtype])
+
+    return abstract_parameters(
+        parameter_leaves(config, describe, max_model_len=max_model_len, form="stored", dtype=dtype)
+    )
+
+
+def abstract_pools(setup: ModelSetup, pages: int, slots: int) -> Pools:
+    """Shapes of the pools of all shards on an accelerator; sizes are one shard's."""
+    shards = setup.parallel.data
+    pools = pool_arrays.abstract(setup.geometry, pages * shards, slots * shards)
+
+    def native(leaf: Any) -> Any:
+        # A CPU holds bfloat16 rows as their bits; the planned device does not.
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
+
+    return jax.tree.map(native, pools)
+
+
+def whole_rows(tree: Any, parallel: Parallel) -> Any:
+    """Shapes of the arrays of all shards from those of one."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * parallel.data, *leaf.shape[1:]), leaf.dtype), tree
+    )
+
+
+def compile_step(
+    topology: str, setup: ModelSetup, params: Parameters, shape: StepShape, *, pages: int, slots: int
+) -> CompiledPlan:
+    """Compiles one step.
+
+    Args:
+      topology: name of it.
+      setup: with the mesh in `parallel`.
+      params: abstract weights.
+      shape: of one shard's step.
+      pages: PAGE units of one shard.
+      slots: state slots of one shard.
+    """
+    parallel = setup.parallel
+    mesh = make_mesh(parallel, topology_devices(topology))
+    outputs, vocabulary = shape.outputs * parallel.data, setup.config.text.vocab_size
+    sampling = StepSampling(
+        sampling_inputs([], outputs), empty_edits(outputs, slots * parallel.data, vocabulary), np.bool_(False)
+    )
+    arguments = (
+        params,
+        abstract_pools(setup, pages, slots),
+        jax.ShapeDtypeStruct((slots * parallel.data, vocabulary), jnp.float32),
+        whole_rows(empty_step(shape, setup.geometry), parallel),
+        whole_rows(engram_shapes(setup.config, shape.rows), parallel),
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), sampling),
+    )
+    began = time.perf_counter()
+    with backend.use_target(backend.Target("tpu", topology.partition(":")[0])):
+        step = jit_mesh_step(mesh, setup, shape.phase.value, arguments)
+        compiled = step.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    memory = compiled.memory_analysis()
+    return CompiledPlan(
+        argument_bytes=int(memory.argument_size_in_bytes),
+        temporary_bytes=int(memory.temp_size_in_bytes),
+        output_bytes=max(0, int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)),
+        seconds=time.perf_counter() - began,
+        collectives=tuple(count_collectives(compiled.as_text())),
+    )
+
+
+def share(total: int, shards: int) -> int:
+    """The largest part of `total` that a shard may have to take."""
+    return math.ceil(total / shards)
