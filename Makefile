@@ -33,7 +33,7 @@ pytest: .venv/test.stamp
 	@touch $@
 
 .venv/test.stamp: .venv/pip.stamp pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[demo,server,vision,tiers,test,compile-gates]'
+	$(BIN)/python -m pip install --quiet -e '.[demo,server,vision,tiers,test,notebooks,compile-gates]'
 	@touch $@ .venv/demo.stamp
 
 clean:
