@@ -1,14 +1,15 @@
 """Time to the first token with pages in a tier against computing them: `python -m benchmarks.tiers --model DIR`.
 
-One engine a tier. For every length a new prompt is computed (cold), then asked for again after the device forgot it:
-its pages come from the tier. Prints JSON lines; `computed_s` and `fetched_s` are medians over the repetitions of the
-wall time to the first token, `cpu_*` the CPU seconds of the process beside them.
+For every length and tier a new prompt is computed (cold), then asked for again after the device forgot it: its pages
+come from the tier, its windows by bounded replay. Prints JSON lines; `computed_s` and `fetched_s` are medians over the
+repetitions of the wall time to the first token, `cpu_*` the CPU seconds of the process beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import shutil
 import socket
@@ -25,7 +26,11 @@ import numpy as np
 from benchmarks.replay import origin
 from scheduler.runtime_config import EngineConfig
 from scheduler.sequence import SamplingParams
+from scheduler.tiers.build import open_store
+from scheduler.tiers.keys import CacheIdentity
+from scheduler.tiers.page_tiers import PageTiers
 from v41jax.engine import Engine, Prompt
+from v41jax.page_transfer import DevicePages
 
 FIRST = SamplingParams(max_tokens=1, ignore_eos=True)
 
@@ -98,38 +103,54 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--lengths", default="1024,4096,16384")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--tiers", default="host,disk,shared")
     parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     lengths = [int(part) for part in arguments.lengths.split(",")]
     with store_server() as url, tempfile.TemporaryDirectory() as directory:
+        config = EngineConfig(
+            dtype=arguments.dtype,
+            max_model_len=max(lengths) + 256,
+            max_num_batched_tokens=1024,
+            max_num_seqs=1,
+            num_pages=max(lengths) // 128 + 4,
+            vision="off",
+        )
         every: dict[str, dict[str, Any]] = {
             "host": {"host_cache_bytes": 1 << 31},
             "disk": {"disk_cache_dir": directory},
             "shared": {"shared_cache_url": url, "shared_cache_timeout": 10.0},
         }
-        for tier in arguments.tiers.split(","):
-            if tier == "shared" and url is None:
-                print(json.dumps({"tier": tier, "left_out": "no valkey-server or redis-server is installed"}))
-                continue
-            config = EngineConfig(
-                dtype=arguments.dtype,
-                max_model_len=max(lengths) + 256,
-                max_num_batched_tokens=1024,
-                max_num_seqs=1,
-                num_pages=2 * (max(lengths) // 128 + 2),
-                cache_fetch_timeout=60.0,
-                vision="off",
-                **every[tier],
-            )
-            with Engine.from_checkpoint(arguments.model, config, warm_up=False) as engine:
-                for length in lengths:  # compile
-                    measure(engine, length, 1, 1)
-                unit = engine.get_kv_transfer_tensors()["unit_bytes"]
+        with Engine.from_checkpoint(arguments.model, config, warm_up=False) as engine:
+            compiled: set[int] = set()
+            for tier in arguments.tiers.split(","):
+                if tier == "shared" and url is None:
+                    print(json.dumps({"tier": tier, "left_out": "no valkey-server or redis-server is installed"}))
+                    continue
+                tiers = attach(engine, dataclasses.replace(config, **every[tier]))
                 for length in lengths:
+                    if length not in compiled:
+                        measure(engine, length, 1, 1)
+                        compiled.add(length)
                     line = measure(engine, length, arguments.repetitions, 2 + length)
+                    unit = tiers.layout.unit_bytes
                     print(json.dumps({"tier": tier, "page_bytes": unit, **line, **origin()}), flush=True)
+                tiers.close()
+
+
+def attach(engine: Engine, config: EngineConfig) -> PageTiers:
+    """Connects the tiers of the options to an idle engine."""
+    runner = engine.core.runner
+    memory = DevicePages(runner, runner.setup.geometry)
+    memory.warm_up(images=False)
+    identity = CacheIdentity("benchmark", "", memory.layout.layout_id, "")
+    store = open_store(config, memory.layout, identity)
+    assert store is not None
+    block = runner.setup.geometry.block_size
+    tiers = PageTiers(store, memory.layout, identity, memory, block_size=block, timeout_s=60.0)
+    engine.core.scheduler.attach(tiers)
+    return tiers
 
 
 if __name__ == "__main__":

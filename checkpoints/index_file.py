@@ -38,6 +38,9 @@ def read_index(directory: Path) -> Index:
         size = path.stat().st_size
         if size > INDEX_LIMIT:
             raise CheckpointError([f"{INDEX_NAME}: {size} bytes; the limit is {INDEX_LIMIT}"])
+        if not size:
+            # Not even opened: reading a pipe or a device might never end.
+            raise CheckpointError([f"{INDEX_NAME}: is empty"])
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError([f"{INDEX_NAME}: cannot be read: {error.strerror or error}"]) from None

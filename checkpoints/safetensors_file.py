@@ -252,6 +252,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """
     try:
         size = path.stat().st_size
+        if size < 8:
+            # Not even opened: a pipe or a device has no size, and reading it might never end.
+            header_length(b"", size, path.name)
         with open(path, "rb") as stream:
             length = header_length(stream.read(8), size, path.name)
             header = stream.read(length)

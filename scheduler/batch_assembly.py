@@ -94,8 +94,20 @@ def assemble_prefill(
 def assemble_decode(
     index: int, sequences: Ordered[Sequence], tables: NDArray[np.int32], history_size: int, ops: StateMaintenanceOps
 ) -> ScheduledBatch:
-    """Snapshot of a decode step: one row a request, at its first position without KV. Arguments as above."""
+    """Snapshot of a decode step. Arguments as above.
+
+    A request has one row at its first position without KV, and one for each token drafted to follow it.
+    """
     count = len(sequences)
+    drafts = [sequence.drafts for sequence in sequences]
+    rows = np.fromiter([1 + len(tokens) for tokens in drafts], np.int32, count)
+    anchors = np.fromiter([sequence.token(sequence.num_computed) for sequence in sequences], np.int32, count)
+    token_ids = anchors
+    if any(drafts):
+        token_ids = np.asarray(
+            [token for anchor, tokens in zip(anchors.tolist(), drafts, strict=True) for token in (anchor, *tokens)],
+            np.int32,
+        )
     slots = np.fromiter([sequence.slot for sequence in sequences], np.int32, count)
     starts = np.fromiter([sequence.num_computed for sequence in sequences], np.int32, count)
     lengths = np.fromiter([len(sequence.block_table) for sequence in sequences], np.int32, count)
@@ -111,7 +123,7 @@ def assemble_decode(
         slots=slots,
         starts=starts,
         resumes=starts,
-        ends=starts + 1,
+        ends=starts + rows,
         is_final=np.ones(count, np.bool_),
         preparation=zeros,
         write_from=zeros,
@@ -119,8 +131,8 @@ def assemble_decode(
         swa_cached_until=zeros,
         swa_replay_start=zeros,
         history=history,
-        token_ids=np.fromiter([sequence.token(sequence.num_computed) for sequence in sequences], np.int32, count),
-        image_rows=np.zeros(count, np.bool_),
+        token_ids=token_ids,
+        image_rows=np.zeros(len(token_ids), np.bool_),
         block_tables=tables[slots, : int(lengths.max())],
         table_lengths=lengths,
         sampling=tuple([sequence.sampling for sequence in sequences]),

@@ -119,7 +119,8 @@ def build_batch_step(
         batch.cached_until,
         batch.preparation == Preparation.REWIND,
     )
-    outputs = batch.output_requests
+    # Every row of a verification is compared with the proposal after it.
+    output_rows = np.arange(rows) if shape.verifies else offsets[1:][batch.output_requests] - 1
     tables = np.zeros((shape.requests, shape.pages), np.int32)
     tables[:count, : batch.block_tables.shape[1]] = batch.block_tables
     history = np.full((shape.requests, batch.history.shape[1]), DEAD, np.int32)
@@ -146,7 +147,7 @@ def build_batch_step(
         swa_cached_until=padded(batch.swa_cached_until, shape.requests, 0),
         swa_replay_start=padded(batch.swa_replay_start, shape.requests, 0),
         is_final=is_final,
-        output_rows=padded(offsets[1:][outputs] - 1, shape.outputs, shape.rows),
+        output_rows=padded(output_rows, shape.outputs, shape.rows),
         plans=tuple(compression_plan(spans, ratio, shape, geometry) for ratio in geometry.ratios),
         tail=_tail_plan(batch, offsets, shape, geometry.window_size) if shape.tail else None,
     )

@@ -42,6 +42,11 @@ class StepShape(NamedTuple):
     query_width: int
     tail: bool
 
+    @property
+    def verifies(self) -> bool:
+        """A decode step whose requests may have several rows, every one of which gives logits."""
+        return self.phase is Phase.DECODE and self.query_width > 1
+
     def decoder_rows(self, window_size: int) -> int:
         """`T`, rows of the decoder layers: at most a window of every finishing request, or all rows without a tail."""
         return min(self.outputs * window_size, self.rows) if self.tail else self.rows
@@ -73,6 +78,14 @@ def powers_ladder(top: int, first: int, factor: int) -> tuple[int, ...]:
     return (*sizes, top)
 
 
+def verify_ladder(drafts: int, dynamic: bool) -> tuple[int, ...]:
+    """Rows for each request of decode steps that verify up to `drafts` proposals: one width, or a few when their number
+    is chosen anew for every step. A step that verifies fewer proposals than its program has rows for loses none."""
+    if not drafts:
+        return ()
+    return powers_ladder(drafts + 1, 1, 2) if dynamic else (drafts + 1,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """The ladders of one engine; every ladder is ascending and its last entry is the most a step can need.
@@ -86,6 +99,8 @@ class Buckets:
         more rows.
       prefill_pages: block-table columns of prefill steps.
       decode_pages: block-table columns of decode steps; one entry keeps the full width.
+      verify_rows: rows for each request that decode steps with drafts have, the last a whole draft and its anchor;
+        empty without drafts, every request then has one row.
     """
 
     decode_requests: tuple[int, ...]
@@ -93,11 +108,14 @@ class Buckets:
     prefill_requests: tuple[int, ...]
     prefill_pages: tuple[int, ...]
     decode_pages: tuple[int, ...]
+    verify_rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             ladder = list(getattr(self, field.name))
             distinct = sorted(ladder if field.name == "prefill_requests" else set(ladder))
+            if field.name == "verify_rows" and not ladder:
+                continue
             if not ladder or ladder[0] < 1 or ladder != distinct:
                 raise ValueError(f"{field.name} {ladder} must be ascending positive integers")
         if len(self.prefill_requests) != len(self.prefill_rows):
@@ -118,6 +136,7 @@ class Buckets:
             prefill_requests=(*(min(most, size // ROWS_PER_REQUEST) for size in rows[:-1]), most),
             prefill_pages=powers_ladder(pages, 16, 8),
             decode_pages=(pages,),
+            verify_rows=verify_ladder(geometry.speculative_tokens, config.dynamic_verify_lengths),
         )
 
     def shape(self, batch: ScheduledBatch) -> StepShape:
@@ -131,7 +150,10 @@ class Buckets:
         if batch.phase is Phase.DECODE:
             requests = _fit("decode requests", self.decode_requests, count)
             pages = _fit("decode pages", self.decode_pages, width)
-            return StepShape(Phase.DECODE, requests, requests, pages, requests, 1, False)
+            wide = [requests * rows for rows in self._rows_per_request]
+            # More rows than the widest are a fault that the validation of the batch reports.
+            rows = next((rows for rows in wide if rows >= batch.num_rows), wide[-1])
+            return self._decode_shape(rows, requests, pages)
         rows = _fit("prefill rows", self.prefill_rows, batch.num_rows)
         wide_enough = _fit("prefill requests", self.prefill_requests, count)
         rung = max(self.prefill_rows.index(rows), self.prefill_requests.index(wide_enough))
@@ -147,9 +169,10 @@ class Buckets:
           decoder_replay: of the prefill steps.
         """
         decode = [
-            StepShape(Phase.DECODE, requests, requests, pages, requests, 1, False)
+            self._decode_shape(requests * rows, requests, pages)
             for requests in self.decode_requests
             for pages in self.decode_pages
+            for rows in self._rows_per_request
         ]
         prefill = [
             StepShape(Phase.PREFILL, rows, requests, pages, outputs, rows, decoder_replay)
@@ -158,6 +181,19 @@ class Buckets:
             for outputs in _outputs(requests)
         ]
         return (*decode, *prefill)
+
+    @property
+    def draft_requests(self) -> tuple[int, ...]:
+        """Batch sizes of draft calls: of any step that gives tokens."""
+        return tuple(sorted({*self.decode_requests, self.prefill_requests[-1]}))
+
+    @property
+    def _rows_per_request(self) -> tuple[int, ...]:
+        return self.verify_rows or (1,)
+
+    def _decode_shape(self, rows: int, requests: int, pages: int) -> StepShape:
+        width = self._rows_per_request[-1]
+        return StepShape(Phase.DECODE, rows, requests, pages, rows, width, False)
 
 
 def _outputs(requests: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from scheduler.checkpoint_images import ImageState
 from scheduler.pages import NO_HASH, block_content, block_hash
-from scheduler.scheduled_batch import ScheduledBatch
+from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import PLACEHOLDER, RequestId, RequestOutput, Sequence
 from scheduler.states import TransferKind
@@ -75,12 +75,13 @@ class InvariantChecker:
 
     def executed(self, batch: ScheduledBatch) -> None:
         """The batch's forward ran; every older one ran before."""
-        if self._read_cursor is not None:
-            self._check_cursors(batch)
+        if self._read_cursor is not None and not self._verifies(batch):
+            self._check_cursors(batch, batch.ends.tolist())
         self._check_published_bytes()
 
     def returned(self, batch: ScheduledBatch | None, outputs: Iterable[RequestOutput]) -> None:
         """`postprocess(batch)` returned `outputs`; with None they come from `take_outputs`."""
+        outputs = list(outputs)
         for output in outputs:
             known = output.request_id in self._submitted
             _require(known, 33, f"request {output.request_id!r} has an output but was never submitted")
@@ -89,10 +90,12 @@ class InvariantChecker:
             if output.finished:
                 self._finished.add(output.request_id)
         if batch is not None:
-            for request_id, generation, end in zip(
-                batch.request_ids, batch.generations, batch.ends.tolist(), strict=True
-            ):
+            verifies = self._verifies(batch)
+            ends = self._check_verified(batch, outputs) if verifies else batch.ends.tolist()
+            for request_id, generation, end in zip(batch.request_ids, batch.generations, ends, strict=True):
                 self._computed[request_id, generation] = end
+            if verifies and self._read_cursor is not None:
+                self._check_cursors(batch, ends)
             self._check_stale(batch)
         self._finalized = {
             sequence.request_id: (sequence.generation, sequence.num_finalized_tokens) for sequence in self._live()
@@ -161,6 +164,46 @@ class InvariantChecker:
                 table.tolist() == sequence.block_table, 1, f"table of {sequence.request_id!r} differs from its mirror"
             )
         self._check_images(states[3])
+        self._check_drafts()
+
+    def _verifies(self, batch: ScheduledBatch) -> bool:
+        return self._scheduler.geometry.speculative_tokens > 0 and batch.phase is Phase.DECODE
+
+    def _check_verified(self, batch: ScheduledBatch, outputs: list[RequestOutput]) -> list[int]:
+        """A verification made as many rows real as it emitted tokens, and at least the anchor's (invariants 39, 41).
+
+        Returns:
+          One past the last real row of each request; of one that moved on, one past its last row.
+        """
+        emitted = {output.request_id: output for output in outputs if output.new_tokens}
+        ends: list[int] = batch.ends.tolist()
+        for row, (request_id, generation, start, length) in enumerate(
+            zip(batch.request_ids, batch.generations, batch.starts.tolist(), batch.lengths.tolist(), strict=True)
+        ):
+            sequence = self._scheduler.sequence(request_id)
+            output = emitted.get(request_id)
+            if output is not None:
+                count = len(output.new_tokens)
+                _require(1 <= count <= length, 41, f"request {request_id!r} emits {count} tokens for {length} rows")
+            if sequence is None or sequence.generation != generation or output is None:
+                continue
+            end = start + len(output.new_tokens)
+            what = f"request {request_id!r} verified from {start} and emitted {len(output.new_tokens)} tokens"
+            _require(sequence.num_computed == end, 39, f"{what}, but has KV for {sequence.num_computed}")
+            _require(sequence.num_finalized_tokens == end + 1, 39, f"{what} and has {sequence.num_finalized_tokens}")
+            _require(not sequence.num_placeholders, 39, f"{what} with tokens in flight")
+            ends[row] = end
+        return ends
+
+    def _check_drafts(self) -> None:
+        """Drafts belong to decoding requests and are no longer than the pools were laid out for (invariants 39, 41)."""
+        width = self._scheduler.geometry.speculative_tokens
+        for sequence in self._live():
+            drafts = len(sequence.drafts)
+            what = f"request {sequence.request_id!r} holds {drafts} proposals"
+            _require(drafts <= width, 41, f"{what}, at most {width} are verified")
+            decoding = sequence.slot >= 0 and not sequence.is_partial_prefill
+            _require(not drafts or decoding, 39, f"{what} and does not decode")
 
     def _check_geometry(self) -> None:
         geometry = self._scheduler.geometry
@@ -193,6 +236,10 @@ class InvariantChecker:
             if batch.decoder_replay and final:
                 _require(end - start >= min(window, end), 30, f"{what} is final with too few rows for the decoder")
         _require(len(set(batch.slots.tolist())) == batch.num_requests, 2, "two requests of a batch share a slot")
+        if batch.phase is Phase.DECODE:
+            widest, room = int(batch.lengths.max()), 1 + scheduler.geometry.speculative_tokens
+            _require(widest <= room, 41, f"a request decodes {widest} rows, at most {room} can be taken back")
+            _require(int(batch.starts.min()) > 0, 41, "a verification starts at position 0")
         if scheduler.manager.images is None:
             ops = batch.ops
             _require(not ops.stores and not ops.restores, 14, "images are stored or restored without copy transfer")
@@ -242,16 +289,20 @@ class InvariantChecker:
             ready = image.state is ImageState.READY
             _require(not (ready and image.image in in_flight), 15, f"image {image.image} is READY before its store ran")
 
-    def _check_cursors(self, batch: ScheduledBatch) -> None:
+    def _check_cursors(self, batch: ScheduledBatch, ends: list[int]) -> None:
+        """Cursors after a forward, of a verification after its commit (invariants 7, 8 and 39)."""
         assert self._read_cursor is not None
         size = self._scheduler.view.history_size
+        verifies = self._verifies(batch)
         for request_id, generation, slot, end in zip(
-            batch.request_ids, batch.generations, batch.slots.tolist(), batch.ends.tolist(), strict=True
+            batch.request_ids, batch.generations, batch.slots.tolist(), ends, strict=True
         ):
-            cursor = np.asarray(self._read_cursor(slot))
-            _require(int(cursor[0]) == end, 7, f"cursor of {request_id!r} stands at {int(cursor[0])}, not {end}")
             sequence = self._scheduler.sequence(request_id)
             current = sequence is not None and sequence.generation == generation
+            if verifies and not current:
+                continue  # how much of it became real is known of live requests only
+            cursor = np.asarray(self._read_cursor(slot))
+            _require(int(cursor[0]) == end, 7, f"cursor of {request_id!r} stands at {int(cursor[0])}, not {end}")
             if self._compress_ids is None or sequence is None or not current or end > sequence.num_finalized_tokens:
                 continue
             expected = sequence.history(end, size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult
 from scheduler.sequence import RequestId, RequestOutput, Sequence, SequenceStatus
+from scheduler.speculation import emitted_blocks, finalize_block
 from scheduler.states import Relocation
 from scheduler.tiers.page_tiers import PageTiers
 
@@ -236,14 +237,16 @@ class Lifecycle:
             expected = self._outstanding[0].index if self._outstanding else None
             raise RuntimeError(f"postprocess got step {batch.index}, the oldest outstanding one is {expected}")
         rows = batch.output_requests.tolist()
-        tokens = np.asarray(result.tokens).reshape(-1).tolist()
-        if len(tokens) != len(rows):
+        verifies = self.geometry.speculative_tokens > 0 and batch.phase is Phase.DECODE
+        blocks = emitted_blocks(batch, result) if verifies else []
+        tokens = [] if verifies else np.asarray(result.tokens).reshape(-1).tolist()
+        if not verifies and len(tokens) != len(rows):
             raise RuntimeError(f"step {batch.index} has {len(rows)} output rows, the result has {len(tokens)} tokens")
-        if not self._advanced:
+        if not verifies and not self._advanced:
             self._advance(batch)
             self._advanced = 1
         self._outstanding.pop(0)
-        self._advanced -= 1
+        self._advanced = max(0, self._advanced - 1)
         if self.manager.images is not None:
             self.manager.images.complete(batch.ops)
             if self.tiers is not None:
@@ -251,7 +254,10 @@ class Lifecycle:
         if batch.phase is Phase.PREFILL and self._last_prefill_began is not None:
             self._last_prefill_seconds = self._clock() - self._last_prefill_began
         self._reap_aborted()
-        self._take_results(batch, dict(zip(rows, tokens, strict=True)))
+        if verifies:
+            self._take_blocks(batch, blocks)
+        else:
+            self._take_results(batch, dict(zip(rows, tokens, strict=True)))
         return self.take_outputs()
 
     def _take_results(self, batch: ScheduledBatch, tokens: dict[int, int]) -> None:
@@ -280,6 +286,55 @@ class Lifecycle:
                 ended = True
         if ended:
             self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+
+    def _take_blocks(self, batch: ScheduledBatch, blocks: list[list[int]]) -> None:
+        """Progress and outputs of a verification: only what was accepted is computed, hashed and reported."""
+        ended = False
+        for request_id, generation, start, length, tokens in zip(
+            batch.request_ids,
+            batch.generations,
+            batch.starts.tolist(),
+            batch.lengths.tolist(),
+            blocks,
+            strict=True,
+        ):
+            self.counters.draft_tokens += length - 1
+            self.counters.accepted_tokens += len(tokens) - 1
+            sequence = self._sequences.get(request_id)
+            if sequence is None or sequence.generation != generation:
+                self.counters.stale_results += 1
+                continue
+            kept, reason = finalize_block(sequence, tokens, self.view.eos_token_ids, self.max_model_len)
+            # What was accepted beyond a stop has KV, but is no part of the request.
+            sequence.num_computed = min(start + len(tokens), sequence.num_finalized_tokens)
+            self.counters.output_tokens += len(kept)
+            self.manager.publish(sequence, sequence.num_computed)
+            self._outputs.append(make_output(sequence, kept, reason))
+            if reason is not None:
+                self._release(sequence)
+                self.counters.finished += 1
+                ended = True
+            elif self.manager.images is not None:
+                self._intend_store(sequence, sequence.num_computed, False)
+        if ended:
+            self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+
+    def propose(self, request_id: RequestId, generation: int, tokens: Iterable[int]) -> bool:
+        """Hands over what was drafted to follow the newest token of a request; its next decode step verifies them.
+
+        Args:
+          request_id: the request.
+          generation: of the request when the step ran whose newest token was drafted from.
+          tokens: proposals in order.
+
+        Returns:
+          False when the request has moved on: the draft is dropped.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.generation != generation or sequence.is_partial_prefill:
+            return False
+        sequence.drafts = tuple(tokens)
+        return True
 
     def _advance(self, batch: ScheduledBatch) -> None:
         """Counts the progress of a batch whose forward was dispatched."""
@@ -329,6 +384,7 @@ class Lifecycle:
     def _preempt(self, sequence: Sequence) -> None:
         """Recompute preemption: finalized tokens stay, everything else goes (runtime specification, "Preemption")."""
         sequence.strip_placeholders()
+        sequence.drafts = ()
         self._give_up_memory(sequence)
         self.running.remove(sequence)
         sequence.num_computed = sequence.num_hashed_tokens = sequence.reported_hit_tokens = 0

@@ -64,6 +64,8 @@ class Counters:
       stale_results: results dropped because their request had moved on.
       refused, aborted, finished: requests by outcome; every request ends in exactly one.
       output_tokens: tokens finalized.
+      draft_tokens: proposals that were verified.
+      accepted_tokens: of these, proposals that equal the target's choice, stop rules not considered.
     """
 
     steps: int = 0
@@ -82,6 +84,8 @@ class Counters:
     aborted: int = 0
     finished: int = 0
     output_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

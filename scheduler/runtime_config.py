@@ -69,8 +69,12 @@ class EngineConfig:
       compile_level: 0 or 3.
       decode_buckets: ascending batch sizes of compiled decode steps; empty takes the default ladder.
       admission_delay_factor: multiple of the last prefill's duration that a waiting request is held back.
-      speculative_method, num_speculative_tokens, speculative_model: draft model; "dspark" with 5 tokens.
-      dynamic_verify_lengths, calibration_profile, relaxed_acceptance: speculation details.
+      speculative_method: "dspark" drafts with the checkpoint's own draft model; None decodes token by token.
+      num_speculative_tokens: proposals verified in a step, at most the draft's block (5).
+      speculative_model: None; another draft model is refused.
+      dynamic_verify_lengths: verify as many proposals as confidence and cost promise to pay, by a calibration profile.
+      calibration_profile: file that `v41jax calibrate` wrote for this model, device and these options.
+      relaxed_acceptance: known and refused.
       host_cache_bytes: host memory for pages beyond the device; 0 keeps none.
       disk_cache_dir: directory for pages in files, of this process alone; None keeps none.
       disk_cache_bytes: of those files at most.
@@ -402,17 +406,32 @@ def _speculation_faults(config: EngineConfig, view: ModelView) -> list[str]:
     if config.speculative_method not in (None, "dspark"):
         faults.append(f"speculative_method {config.speculative_method!r} is unknown: only 'dspark' exists")
     if wanted:
-        if config.num_speculative_tokens != view.draft_tokens or not view.draft_tokens:
+        if not view.draft_layers:
+            faults.append("speculation needs a draft: the checkpoint has none (num_nextn_predict_layers is 0)")
+        if config.speculative_method is None:
+            faults.append(f"num_speculative_tokens {config.num_speculative_tokens} needs speculative_method 'dspark'")
+        if not 0 < config.num_speculative_tokens <= view.draft_tokens:
             faults.append(
-                f"num_speculative_tokens {config.num_speculative_tokens} is not {view.draft_tokens}, the draft's block"
+                f"num_speculative_tokens {config.num_speculative_tokens} is outside 1..{view.draft_tokens}: the draft "
+                "was trained on blocks of that width"
             )
         if config.speculative_model is not None:
             faults.append(
                 f"speculative_model {config.speculative_model!r}: the draft's weights are the checkpoint's own"
             )
-        if config.kv_cache_dtype != "bf16":
-            faults.append(f"speculation needs kv_cache_dtype 'bf16', not {config.kv_cache_dtype!r}")
-        faults.append("speculation is not available in this version: leave speculative_method unset")
+        chips = math.prod(config.mesh.values())
+        if chips > 1 or config.num_processes > 1:
+            faults.append(
+                f"speculation runs on one device, not on a mesh of {chips} in {config.num_processes} processes: leave "
+                "speculative_method unset"
+            )
+        if 1 <= config.max_num_batched_tokens <= config.num_speculative_tokens:
+            faults.append(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} cannot hold the "
+                f"{config.num_speculative_tokens + 1} rows that one request verifies"
+            )
+        if config.execution_mode == "PIECEWISE" and not config.enforce_eager:
+            faults.append("execution_mode 'PIECEWISE' keeps no features to draft from: use 'FULL' or enforce_eager")
     if config.relaxed_acceptance:
         faults.append("relaxed_acceptance is not supported: drafts are verified exactly")
     if config.dynamic_verify_lengths and config.calibration_profile is None:

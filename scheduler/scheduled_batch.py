@@ -37,7 +37,8 @@ class ScheduledBatch:
       slots: [b] int32 state slots.
       starts: [b] int32 first row's position.
       resumes: [b] int32 tokens whose KV was valid before the step.
-      ends: [b] int32 one past the last row's position.
+      ends: [b] int32 one past the last row's position; of a decode step with drafts one past the last proposal's, of
+        which a prefix becomes real.
       is_final: [b] bool the row at `ends - 1` gives a token (always True in a decode step).
       preparation: [b] int32 `Preparation`.
       write_from: [b] int32.
@@ -119,7 +120,8 @@ class StepResult:
     """What a runner returns for a batch.
 
     Attributes:
-      tokens: [outputs] sampled ids, in the order of `ScheduledBatch.output_requests`.
+      tokens: [outputs] sampled ids, in the order of `ScheduledBatch.output_requests`; of a decode step with drafts
+        [outputs, S + 1], the ids that each request's verification emits, then -1.
       extras: anything else the engine wants to carry along; the scheduler does not look at it.
     """
 

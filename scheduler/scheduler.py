@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from scheduler.batch_assembly import PlannedPrefill, assemble_decode, assemble_prefill
 from scheduler.buckets import decode_ladder
@@ -20,6 +20,7 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import ScheduledBatch
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.speculation import proposal_limit
 from scheduler.states import ImageRestore, ImageStore, StateMaintenanceOps, TransferKind
 
 
@@ -34,6 +35,8 @@ class Scheduler(Lifecycle):
 
     Attributes:
       rules: what the configuration fixes about every chunk plan.
+      verify_lengths: (requests, limits) -> how many of their drafts to verify, none above its limit; None verifies as
+        many as can be of use.
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class Scheduler(Lifecycle):
         self._rebuilds = self.manager.transfer.kind is TransferKind.REPLAY
         self._max_running = min(engine_config.max_num_seqs, num_slots)
         widest = (engine_config.decode_buckets or decode_ladder(engine_config.max_num_seqs))[-1]
-        self._max_decode = min(self._max_rows, widest)
+        self.verify_lengths: Callable[[list[Sequence], list[int]], Iterable[int]] | None = None
+        self._max_decode = min(max(self._max_rows // (1 + geometry.speculative_tokens), 1), widest)
+        if deferred and geometry.speculative_tokens:
+            raise ValueError("with drafts every result is read before the next step is planned: deferred must be off")
 
     def schedule(self) -> ScheduledBatch | None:
         """Plans the next step.
@@ -91,6 +97,8 @@ class Scheduler(Lifecycle):
             if not decoding:
                 return None
             batch = assemble_decode(index, decoding, tables, history, self._drain_ops())
+            for sequence in decoding:
+                sequence.drafts = ()
             self.counters.decode_steps += 1
         self.counters.steps += 1
         self.counters.rows_scheduled += batch.num_rows
@@ -195,17 +203,49 @@ class Scheduler(Lifecycle):
         queue = deque(self.running)
         passed: list[Sequence] = []
         postponed: list[Sequence] = []
+        if self.geometry.speculative_tokens:
+            self._cut_drafts()
         while queue and len(decoding) < self._max_decode:
             sequence = queue.popleft()
             if sequence.num_computed < sequence.prefill_end:
                 postponed.append(sequence)
             elif sequence.num_placeholders and sequence.num_tokens >= token_limit(sequence, max_len):
                 passed.append(sequence)  # its last token is in flight
-            elif len(sequence.block_table) * block > sequence.num_computed or self._grow(sequence, queue, passed):
+            elif (
+                (sequence.drafts and self._grow_for_drafts(sequence))
+                or len(sequence.block_table) * block > sequence.num_computed
+                or self._grow(sequence, queue, passed)
+            ):
                 decoding.append(sequence)
         # What the batch could not hold goes first next time; partial prefills never move ahead of others.
         self.running = [*queue, *decoding, *passed, *postponed]
         return decoding
+
+    def _cut_drafts(self) -> None:
+        """Keeps of every draft what can be of use in the next decode step, or what `verify_lengths` chooses."""
+        decoding = [sequence for sequence in self.running if not sequence.is_partial_prefill]
+        for sequence in decoding:
+            limit = proposal_limit(sequence, len(sequence.drafts), self.max_model_len)
+            sequence.drafts = sequence.drafts[:limit]
+        if self.verify_lengths is not None:
+            first = decoding[: self._max_decode]
+            limits = [len(sequence.drafts) for sequence in first]
+            for sequence, length in zip(first, self.verify_lengths(first, limits), strict=True):
+                sequence.drafts = sequence.drafts[: int(length)]
+
+    def _grow_for_drafts(self, sequence: Sequence) -> bool:
+        """Makes room for the anchor's row and the proposals' without taking anything from others.
+
+        Where pages are short the proposals give way, before any request does. False when there is no room even for the
+        anchor: it is then `_grow`'s turn.
+        """
+        length = sequence.num_computed + 1 + len(sequence.drafts)
+        if self.manager.can_grow(sequence, length):
+            self.manager.grow(sequence, length)
+            return True
+        room = len(sequence.block_table) * self.geometry.block_size - sequence.num_computed - 1
+        sequence.drafts = sequence.drafts[: max(room, 0)]
+        return room >= 0
 
     def _grow(self, sequence: Sequence, queue: deque[Sequence], passed: list[Sequence]) -> bool:
         """Makes room for the row at `num_computed`; False when the request itself had to give way."""

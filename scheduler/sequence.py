@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
+import numbers
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -37,17 +40,25 @@ class SequenceType(enum.Enum):
     DECODE = "decode"
 
 
+class SamplingError(ValueError):
+    """Sampling parameters outside their limits; `faults` holds one line each."""
+
+    def __init__(self, faults: list[str]):
+        self.faults = tuple(faults)
+        super().__init__("; ".join(faults))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when a request stops.
 
     Attributes:
       max_tokens: generated tokens at most; at least 1.
-      temperature: 0 is greedy.
+      temperature: finite, from 0; 0 is greedy.
       top_k: candidates kept; 0 keeps all.
-      top_p: probability mass kept.
-      min_p: fraction of the best token's probability below which a token is dropped.
-      seed: of the request's own random stream; None lets the engine choose.
+      top_p: probability mass kept, above 0 and at most 1.
+      min_p: fraction of the best token's probability below which a token is dropped, 0 to 1.
+      seed: of the request's own random stream, 32 bits; None lets the engine choose.
       ignore_eos: generate past the end-of-sequence id.
       stop_token_ids: ids that end the generation (reason `stop_<id>`).
       stop_sequences: id sequences that end the generation (reason `stop_sequence`).
@@ -56,6 +67,9 @@ class SamplingParams:
       logit_bias: (token id, bias) pairs, added to the logits; ids are unique.
       logprobs: alternatives reported with every token; None reports no log-probability.
       prompt_logprobs: log-probabilities of every prompt token are wanted.
+
+    Raises:
+      SamplingError: with every number outside its limits.
     """
 
     max_tokens: int = 16
@@ -72,6 +86,29 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [*self._whole_number_faults(), *self._number_faults()]
+        if faults:
+            raise SamplingError(faults)
+
+    def _whole_number_faults(self) -> Iterator[str]:
+        for name, low, high in (("max_tokens", 1, math.inf), ("top_k", 0, 2**31 - 1), ("seed", 0, 2**32 - 1)):
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+                yield f"{name} {value!r} must be a whole number of at least {low}" + (
+                    "" if high == math.inf else f" and at most {high}"
+                )
+
+    def _number_faults(self) -> Iterator[str]:
+        for name, low, high in (("temperature", 0, math.inf), ("top_p", 0, 1), ("min_p", 0, 1)):
+            value = getattr(self, name)
+            legal = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+            if not legal or not low <= value <= high or (name == "top_p" and not value):
+                span = "from 0" if high == math.inf else f"{'above' if name == 'top_p' else 'from'} 0 to 1"
+                yield f"{name} {value!r} must be a number {span}"
 
     @property
     def adjusts_logits(self) -> bool:
@@ -138,6 +175,7 @@ class Sequence:
       demand_pos: boundary at which a missing checkpoint image shortened a hit; 0 without one.
       last_checkpoint_pos: position of the latest image kept for this request.
       block_hashes: memoised chained hashes of the leading full blocks.
+      drafts: tokens proposed to follow the newest one, of this generation; empty without.
       cache_keys: memoised names of these blocks' pages outside the device.
       arrival: scheduler clock at submission, seconds.
     """
@@ -149,6 +187,7 @@ class Sequence:
         "block_table",
         "cache_keys",
         "demand_pos",
+        "drafts",
         "generation",
         "images",
         "last_checkpoint_pos",
@@ -191,8 +230,6 @@ class Sequence:
             faults.append("the prompt is empty: give at least one token")
         elif int(ids.min()) < 0:
             faults.append(f"the prompt holds token id {int(ids.min())}: ids must not be negative")
-        if self.sampling.max_tokens < 1:
-            faults.append(f"max_tokens {self.sampling.max_tokens} must be at least 1")
         end = 0
         for span in self.images:
             if span.start < end or span.length < 1 or span.start + span.length > len(ids):
@@ -217,6 +254,7 @@ class Sequence:
         self.demand_pos = 0
         self.last_checkpoint_pos = 0
         self.block_hashes: list[int] = []
+        self.drafts: tuple[int, ...] = ()
         self.cache_keys: list[bytes] = []
         self.arrival = 0.0
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 
+import numpy as np
+
 from scheduler.outcomes import stop_reason, token_limit
+from scheduler.scheduled_batch import ScheduledBatch, StepResult
 from scheduler.sequence import Sequence
 
 
@@ -51,3 +54,33 @@ def finalize_block(
         if reason is not None:
             return tuple(kept), reason
     return tuple(kept), None
+
+
+def emitted_blocks(batch: ScheduledBatch, result: StepResult) -> list[list[int]]:
+    """What the verification of each request emitted: accepted proposals and the target's own token after them.
+
+    Args:
+      batch: a decode step with drafts.
+      result: what the runner returned for it.
+
+    Returns:
+      One list a request, in batch order; as many input rows of it became real.
+
+    Raises:
+      RuntimeError: when some request emitted nothing, or more than it has rows.
+    """
+    tokens = np.asarray(result.tokens)
+    lengths = batch.lengths
+    if tokens.ndim != 2 or len(tokens) != batch.num_requests:
+        raise RuntimeError(
+            f"step {batch.index} verifies {batch.num_requests} requests, the result has shape {list(tokens.shape)}"
+        )
+    counts = np.argmin(np.pad(tokens, ((0, 0), (0, 1)), constant_values=-1) >= 0, axis=1)
+    wrong = np.flatnonzero((counts < 1) | (counts > lengths))
+    if len(wrong):
+        row = int(wrong[0])
+        raise RuntimeError(
+            f"step {batch.index}: request {batch.request_ids[row]!r} committed {int(counts[row])} of its "
+            f"{int(lengths[row])} rows, must be at least 1 and no more than them"
+        )
+    return [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]

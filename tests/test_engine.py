@@ -93,7 +93,9 @@ def test_sampling_depends_on_the_seed_alone(engine, prompts):
     assert other.tokens != single
 
 
-def test_nothing_is_left_when_nothing_runs(engine):
+def test_nothing_is_left_when_nothing_runs(engine, prompts):
+    (expired,) = engine.generate([dataclasses.replace(prompts[0], timeout_s=0.0)])
+    assert expired.finish_reason == "timeout"
     statistics = engine.statistics()
     assert statistics["running"] == statistics["queue"] == statistics["pages_used"] == 0
     assert statistics["slots_free"] == CONFIG.max_num_seqs
@@ -117,7 +119,7 @@ def test_every_refused_option_is_named_before_a_weight_is_read(tmp_path):
     config = dataclasses.replace(CONFIG, kv_cache_dtype="int3", kv_cache_block_size=31, speculative_method="dspark")
     with pytest.raises(RuntimeConfigError) as caught:
         Engine.from_checkpoint(tmp_path, config)
-    for word in ("int3", "31", "speculation"):
+    for word in ("int3", "31", "num_speculative_tokens 0"):
         assert any(word in fault for fault in caught.value.faults), (word, caught.value.faults)
 
 

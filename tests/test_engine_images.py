@@ -433,3 +433,15 @@ def test_the_vision_scope_stays_closed_when_it_is_not_wanted(engines, prompts):
         engine.submit(prompts[1])
     with pytest.raises(RuntimeConfigError, match="vision 'perhaps'"):
         validate_runtime_config(dataclasses.replace(CONFIG, vision="perhaps"), engines.view)
+
+
+# Drafts -----------------------------------------------------------------------------------------------------
+
+
+def test_image_requests_with_drafts_give_the_same_tokens(engines, prompts, alone):
+    config = dataclasses.replace(CONFIG, speculative_method="dspark", num_speculative_tokens=5)
+    with Engine.from_checkpoint(models.directory(NAME), config, warm_up=False) as engine:
+        engine.core.buckets = dataclasses.replace(engines.buckets, verify_rows=engine.core.buckets.verify_rows)
+        assert [result.tokens for result in engine.generate(prompts)] == alone
+        assert engine.statistics()["verified_blocks"] > 0
+        assert_nothing_held(engine)

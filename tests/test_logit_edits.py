@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.scheduled_batch import Phase
 from scheduler.sequence import PLACEHOLDER, SamplingParams, Sequence
 from v41jax.logit_edits import EditPlanner
 from v41jax.runner import empty_edits
 from v41jax.sampling import edit_logits, token_scores
+from v41jax.verification import Verified, edit_rows, keep_changes
 
 VOCABULARY, SLOTS = 70, 3
 PENALIZED = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((7, 3.0), (69, -100.0)))
@@ -37,6 +39,7 @@ class Device:
     def step(self, sequence, slot, end, newest, generation=1):
         """What one step adds to the logits of the token at `end`."""
         batch = SimpleNamespace(
+            phase=Phase.DECODE,
             output_requests=np.array([0]),
             request_ids=(sequence.request_id,),
             generations=(generation,),
@@ -111,6 +114,91 @@ def test_a_constraint_leaves_only_what_it_allows():
     device.planner.constraints["a"] = Even()
     row = device.step(sequence, 0, 3, 9)
     assert np.isneginf(row[1::2]).all() and not row[::2].any()
+
+
+@jax.jit
+def edit_block(adjustments, edits, batch_ids, cu_seqlens, committed):
+    step = SimpleNamespace(batch_ids=batch_ids, cu_seqlens=cu_seqlens, positions=batch_ids)
+    logits = edit_rows(jnp.zeros((len(batch_ids), VOCABULARY)), adjustments, edits, step, Block.WIDTH)
+    verified = Verified(jnp.zeros((len(committed), Block.WIDTH), jnp.int32), committed)
+    return logits, keep_changes(adjustments, edits, step, verified, Block.WIDTH)
+
+
+class Block:
+    """A verify step of one request: the edits of its rows, and what they make of plain logits."""
+
+    WIDTH = 4
+
+    def __init__(self, device):
+        self.device = device
+
+    def step(self, sequence, proposals, committed):
+        rows = 1 + len(proposals)
+        newest = sequence.token(sequence.num_finalized_tokens - 1)
+        end = sequence.num_finalized_tokens + len(proposals)
+        batch = SimpleNamespace(
+            phase=Phase.DECODE,
+            output_requests=np.array([0]),
+            request_ids=(sequence.request_id,),
+            generations=(1,),
+            sampling=(sequence.sampling,),
+            slots=np.array([1]),
+            ends=np.array([end]),
+            lengths=np.array([rows]),
+            token_ids=np.array([newest, *proposals]),
+        )
+        edits = self.device.planner.plan(batch, 2 * self.WIDTH, lambda _: sequence)
+        count = 2 * self.WIDTH
+        ids = np.where(np.arange(count) < rows, 0, -1).astype(np.int32)
+        offsets, committed = np.array([0, rows, rows], np.int32), np.array([committed, 0], np.int32)
+        logits, self.device.adjustments = edit_block(self.device.adjustments, edits, ids, offsets, committed)
+        assert not np.asarray(logits[rows:]).any()
+        return np.asarray(logits[:rows])
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 3)), min_size=1, max_size=5))
+def test_a_proposals_row_counts_the_proposals_before_it_and_only_accepted_ones_are_kept(rounds):
+    device, sequence = Device(), Sequence("a", [1, 2, 3], PENALIZED)
+    block = Block(device)
+    grow(sequence, 5)
+    for proposals, accepted in rounds:
+        accepted = min(accepted, len(proposals))
+        rows = block.step(sequence, proposals, accepted + 1)
+        for place, row in enumerate(rows):
+            generated = [*sequence.output_tokens, *proposals[:place]]
+            np.testing.assert_allclose(row, expected(PENALIZED, generated), atol=1e-5)
+        for token in (*proposals[:accepted], 6):
+            grow(sequence, token)
+    assert device.loads == 1
+
+
+def test_masks_follow_the_proposals_up_to_one_that_is_not_allowed():
+    class Even:
+        seen = ()
+
+        def write_mask(self, generated, words):
+            self.seen = (*self.seen, (generated.count, generated.newest))
+            words[:] = 0x55555555
+            return True
+
+    device, sequence = Device(), Sequence("a", [1], SamplingParams())
+    constraint = device.planner.constraints["a"] = Even()
+    grow(sequence, 8)
+    batch = SimpleNamespace(
+        phase=Phase.DECODE,
+        output_requests=np.array([0]),
+        request_ids=("a",),
+        generations=(1,),
+        sampling=(sequence.sampling,),
+        slots=np.array([1]),
+        ends=np.array([6]),
+        lengths=np.array([5]),
+        token_ids=np.array([8, 10, 12, 13, 14]),
+    )
+    edits = device.planner.plan(batch, 8, lambda _: sequence)
+    assert constraint.seen == ((1, 8), (2, 10), (3, 12))
+    assert edits.constrained.tolist() == [True] * 3 + [False] * 5
 
 
 @pytest.mark.parametrize("alternatives", [1, 5, 500])

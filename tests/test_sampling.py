@@ -82,3 +82,21 @@ def test_drawn_frequencies_follow_the_tempered_softmax():
     observed = np.bincount(drawn, minlength=5) / draws
     # Five standard deviations of a binomial share.
     assert np.all(np.abs(observed - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-37, 1e-45])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
+def test_the_smallest_temperatures_take_the_largest_logit(temperature, filters):
+    logits = np.tile([10.0, 30.0, 20.0, -np.inf, 29.0], (64, 1))
+    assert set(draw(logits, inputs(64, seeds=np.arange(64), temperature=temperature, **filters)).tolist()) == {1}
+
+
+def test_the_largest_temperature_draws_evenly_among_what_is_allowed():
+    logits = np.tile([50.0, -50.0, 0.0, -np.inf], (3000, 1))
+    drawn = draw(logits, inputs(3000, seeds=np.arange(3000), temperature=3e38))
+    assert np.abs(np.bincount(drawn, minlength=4) / 3000 - [1 / 3, 1 / 3, 1 / 3, 0]).max() < 0.04
+
+
+def test_min_p_of_one_keeps_the_best_tokens_only():
+    drawn = draw(np.tile([1.0, 3.0, 3.0, 2.0], (256, 1)), inputs(256, seeds=np.arange(256), temperature=5.0, min_p=1.0))
+    assert set(drawn.tolist()) == {1, 2}

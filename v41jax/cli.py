@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from v41jax.commands import bench, bench_serve, checkpoint, compare, generate, logits, plan, serve
+from v41jax.commands import bench, bench_serve, calibrate, checkpoint, compare, generate, logits, plan, serve
 
 _UsageError = typer.BadParameter.__bases__[0]
 """Any error of arguments; typer has it under a public name only by its subclass."""
@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("calibrate")(calibrate.calibrate)
 app.command("compare")(compare.compare)
 app.command("generate")(generate.generate)
 app.command("logits")(logits.logits)

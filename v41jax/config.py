@@ -280,6 +280,9 @@ class ModelConfig:
         path = Path(path)
         if path.is_dir():
             path = path / "config.json"
+        if not path.stat().st_size:
+            # Not even opened: reading a pipe or a device might never end.
+            raise ConfigError(["not a JSON file: it is empty"])
         try:
             root = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_unique_pairs)
         except (ValueError, RecursionError) as error:

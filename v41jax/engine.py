@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from checkpoints.engram_tables import EngramTables
 from checkpoints.load import Checkpoint, available_scopes
-from scheduler.buckets import Buckets
+from scheduler.buckets import Buckets, verify_ladder
 from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, validate_runtime_config
 from scheduler.scheduler import Scheduler
@@ -34,9 +35,13 @@ from scheduler.tiers.build import open_store
 from scheduler.tiers.layout import TransferLayout
 from scheduler.tiers.page_tiers import PageTiers
 from v41jax.cache_identity import cache_identity
-from v41jax.config import ModelConfig
+from v41jax.config import ConfigError, ModelConfig
 from v41jax.detokenizer import Detokenizer
+from v41jax.draft_parameters import load_draft_parameters
+from v41jax.draft_runner import DraftRunner
+from v41jax.dspark import check_draft
 from v41jax.engine_core import EngineCore, TokenScore
+from v41jax.engine_drafts import EngineDrafts, matching_profile
 from v41jax.engine_images import EngineImages, PromptImages
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_device_tables import EngramDeviceTables
@@ -162,7 +167,7 @@ class _Live:
         self.text.append(text)
         return Delta((), text, "timeout", self.cached_tokens)
 
-    def take(self, output: RequestOutput, score: TokenScore | None, now: float) -> Delta | None:
+    def take(self, output: RequestOutput, scores: tuple[TokenScore, ...], now: float) -> Delta | None:
         """The part of an output that belongs to the request; None after a stop string ended it."""
         if self.stopped:
             return None
@@ -184,8 +189,7 @@ class _Live:
                 reason, self.stopped = "stop_sequence", True
         self.tokens.extend(tokens)
         self.text.append(text)
-        scores = () if score is None else (score,) * len(tokens)
-        return Delta(tokens, text, reason, output.cached_tokens, scores, prompt_scores)
+        return Delta(tokens, text, reason, output.cached_tokens, scores[: len(tokens)], prompt_scores)
 
     def generation(self, delta: Delta, now: float) -> Generation:
         """The whole of a finished request."""
@@ -237,6 +241,7 @@ class Engine:
         *,
         warm_up: bool = True,
         weights: WeightForm | None = None,
+        calibrates: bool = False,
     ) -> Engine:
         """Builds an engine.
 
@@ -245,18 +250,26 @@ class Engine:
           config: options; None takes the defaults.
           warm_up: compile every step the buckets can need before returning; otherwise at first use.
           weights: "stored" or "dequantized"; None dequantizes on a CPU and keeps the stored codes elsewhere.
+          calibrates: drafts report confidences and every number of proposals has a program of its own, as with a
+            calibration profile but without one: to measure it.
 
         Raises:
           ConfigError: the checkpoint's config.json is invalid.
           RuntimeConfigError: with every option that cannot be served; nothing was read.
           MeshError: the model cannot be cut over the mesh, or there are too few devices.
           CheckpointError: with every fault of the weights' files.
+          ProfileError: the calibration profile was not measured with this model, device and options.
         """
         config = EngineConfig() if config is None else config
         hosts = hosts_of(config)
         directory = Path(directory)
-        root = json.loads((directory / "config.json").read_text())
-        model_config = ModelConfig.from_dict(root)
+        if config.speculative_model is not None and Path(config.speculative_model).resolve() == directory.resolve():
+            config = dataclasses.replace(config, speculative_model=None)
+        try:
+            model_config = ModelConfig.from_file(directory)
+        except ConfigError as error:
+            raise ConfigError([f"{directory / 'config.json'}: {fault}" for fault in error.faults]) from None
+        root = json.loads((directory / "config.json").read_bytes())
         view = ModelView.from_config(model_config, root)
         validate_runtime_config(config, view)
         parallel = arrangement(config.mesh, config.enable_expert_parallel)
@@ -273,9 +286,14 @@ class Engine:
         try:
             sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
             sees = sees and hosts is None
-            checkpoint = Checkpoint.open(directory, scopes=("text", "vision") if sees else ("text",))
+            drafts = config.num_speculative_tokens > 0
+            scopes = ("text", *(("draft",) if drafts else ()), *(("vision",) if sees else ()))
+            checkpoint = Checkpoint.open(directory, scopes=scopes)
             resources.append(checkpoint)
             setup = ModelSetup(checkpoint.config, geometry, precision, config.kernels, parallel)
+            if drafts:
+                check_draft(setup)
+            profile = matching_profile(config, directory, setup, weights)
             lookup, tables_held = None, None
             if checkpoint.config.text.engram_layer_ids:
                 token_map = load_token_map(directory, checkpoint.config)
@@ -295,9 +313,15 @@ class Engine:
             else:
                 params = load_on_mesh(checkpoint, mesh, parallel, **load)
             tower = jax.tree.map(jnp.asarray, vision_parameters(checkpoint)) if sees else None
-            budget = plan_pools(config, geometry, max_model_len, (params, tower, tables_held))
-            scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=True)
+            draft = None
+            if drafts:
+                draft = load_draft_parameters(checkpoint, form=weights, dtype=precision.activation_dtype)
+            budget = plan_pools(config, geometry, max_model_len, (params, tower, draft, tables_held))
+            scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=not drafts)
             make_runner: Callable[..., ModelRunner] = ModelRunner
+            if draft is not None:
+                confidence = calibrates or profile is not None
+                make_runner = functools.partial(DraftRunner, draft_parameters=draft, confidence=confidence)
             if mesh is not None:
                 make_runner = functools.partial(MeshRunner, mesh=mesh)
             if hosts is not None:
@@ -314,6 +338,11 @@ class Engine:
                 scores_prompts=config.prompt_logprobs,
             )
             buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
+            engine_drafts = EngineDrafts(scheduler, runner, profile) if isinstance(runner, DraftRunner) else None
+            if calibrates:
+                buckets = dataclasses.replace(buckets, verify_rows=verify_ladder(geometry.speculative_tokens, True))
+            if warm_up and isinstance(runner, DraftRunner):
+                runner.warm_up_drafts(buckets.draft_requests)
             if warm_up:
                 runner.warm_up(buckets.shapes(scheduler.decoder_replay), images=sees)
             if config.uses_tiers:
@@ -329,7 +358,8 @@ class Engine:
             for resource in reversed(resources):
                 resource.close()
             raise
-        return cls(config, EngineCore(scheduler, runner, buckets, lookup, images), tokenizer, budget, resources)
+        core = EngineCore(scheduler, runner, buckets, lookup, images, engine_drafts)
+        return cls(config, core, tokenizer, budget, resources)
 
     def __enter__(self) -> Engine:
         return self
@@ -352,8 +382,13 @@ class Engine:
         """A request from text (encoded as plain text after the begin token) or from token ids.
 
         Raises:
-          ValueError: text without a tokenizer, or an id outside the vocabulary.
+          ValueError: text without a tokenizer, an id outside the vocabulary, or the id that stands for an image.
         """
+        tokens = self._ids(text_or_tokens)
+        self._check_placeholders(np.asarray(tokens, np.int32), False)
+        return Prompt(tokens, sampling or SamplingParams())
+
+    def _ids(self, text_or_tokens: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(text_or_tokens, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json: give the prompt as token ids")
@@ -365,7 +400,16 @@ class Engine:
         for token in tokens:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token id {token} is outside 0..{vocabulary - 1}")
-        return Prompt(tokens, sampling or SamplingParams())
+        return tokens
+
+    def _check_placeholders(self, ids: NDArray[np.int32], spans: NDArray[np.bool_] | bool) -> None:
+        """Refuses ids in which the image placeholder lies outside `spans`, or spans that hold another id."""
+        placeholder = self.core.runner.setup.config.image_token_id
+        if not ((ids == placeholder) == spans).all():
+            raise ValueError(
+                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
+                "prompt_with_images"
+            )
 
     def prompt_with_images(
         self,
@@ -390,11 +434,11 @@ class Engine:
         if self.core.images is None:
             raise ImageError(_TEXT_ONLY)
         if isinstance(text_or_tokens, str):
-            parts = [self.prompt(part).tokens for part in text_or_tokens.split(IMAGE)]
+            parts = [self._ids(part) for part in text_or_tokens.split(IMAGE)]
             placeholder = self.core.runner.setup.config.image_token_id
             tokens = parts[0] + tuple(token for part in parts[1:] for token in (placeholder, *part[1:]))
         else:
-            tokens = self.prompt(text_or_tokens).tokens
+            tokens = self._ids(text_or_tokens)
         expanded = self.core.images.prepare(tokens, images, self.core.scheduler.max_model_len, limits)
         return Prompt(tuple(expanded.prompt.token_ids.tolist()), sampling or SamplingParams(), images=expanded)
 
@@ -417,7 +461,8 @@ class Engine:
         results: dict[int, Generation] = {}
         places: dict[RequestId, int] = {}
         step = 0
-        while len(results) < len(prompts):
+        # Requests that a stop text or their time ended still hold pages, until the step after.
+        while len(results) < len(prompts) or self.core.has_work:
             idle = not self.core.has_work
             while arrivals and (arrivals[0][1].arrival_step <= step or idle):
                 place, prompt = arrivals[0]
@@ -431,7 +476,7 @@ class Engine:
                 arrivals.popleft()
                 idle = False
             for request_id, _, finished in self.step():
-                if finished is not None:
+                if finished is not None and request_id in places:
                     results[places[request_id]] = finished
             step += 1
         return [results[place] for place in range(len(prompts))]
@@ -461,12 +506,7 @@ class Engine:
         self._names += 1
         ids, spans = np.asarray(prompt.tokens, np.int32), () if prompt.images is None else prompt.images.spans
         sequence = RequestSequence(request_id, ids, sampling, spans)
-        placeholder = self.core.runner.setup.config.image_token_id
-        if not np.array_equal(ids == placeholder, sequence.image_mask(0, len(ids))):
-            raise ValueError(
-                f"token id {placeholder} stands for an image and must lie in the spans of the prompt's images: use "
-                "prompt_with_images"
-            )
+        self._check_placeholders(ids, sequence.image_mask(0, len(ids)))
         if prompt.images is not None:
             if self.core.images is None:
                 raise ImageError(_TEXT_ONLY)
@@ -491,7 +531,7 @@ class Engine:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
-            delta = live.take(output, self.core.scores.get(output.request_id), now)
+            delta = live.take(output, self.core.scores.get(output.request_id, ()), now)
             if delta is None:
                 continue
             finished = None
@@ -567,7 +607,8 @@ class Engine:
     # Reports -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Queue, pages, totals, recompiles, recent step times and rows run by part of the model, as plain values."""
+        """Queue, pages, totals, recompiles, recent step times, rows run by part of the model, worth of drafts; plain
+        values."""
         scheduler = dataclasses.asdict(self.core.scheduler.statistics())
         times = list(self.core.step_times)
         count = max(len(times), 1)
@@ -583,7 +624,9 @@ class Engine:
             "steps_timed": len(times),
             **{f"{name}_rows": count for name, count in self.core.scheduled_rows._asdict().items()},
             **{f"computed_{name}_rows": count for name, count in self.core.computed_rows._asdict().items()},
+            "rows_saved": self.core.scheduled_rows.encoder - self.core.scheduled_rows.decoder,
             **host,
+            **({} if self.core.drafts is None else self.core.drafts.statistics()),
             **({} if self.core.images is None else self.core.images.statistics()),
             **({} if self.core.scheduler.tiers is None else self.core.scheduler.tiers.statistics()),
         }

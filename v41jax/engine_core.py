@@ -2,7 +2,8 @@
 
 Synchronous and single-threaded. Results are read one step late: while a step runs on the device the host plans the
 next one, and where the next step's tokens are already known (prefill) its Engram rows are gathered and the step is
-dispatched too. Threads, streams and text are `engine`'s.
+dispatched too. With drafts a result is read before the next step is planned, because it says how far that one starts;
+the draft runs meanwhile. Threads, streams and text are `engine`'s.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ from scheduler.buckets import Buckets
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, RequestOutput
+from v41jax.engine_drafts import EngineDrafts
 from v41jax.engine_images import EngineImages
 from v41jax.engram_lookup import EngramLookup
-from v41jax.logit_edits import EditPlanner
+from v41jax.logit_edits import EditPlanner, first_output_rows
 from v41jax.row_counts import RowCounts, computed_rows_per_layer, rows_per_layer
-from v41jax.runner import ModelRunner, SamplingRow, StateMismatchError, StepOutput, empty_edits, sampling_inputs
+from v41jax.runner import (
+    ModelRunner,
+    SamplingRow,
+    StateMismatchError,
+    StepOutput,
+    empty_edits,
+    sampled_rows,
+    sampling_inputs,
+)
 from v41jax.sampling import TokenScores
+from v41jax.verification import check_committed
 
 RECENT_STEPS = 256
 """Steps whose times `step_times` remembers."""
@@ -43,7 +54,7 @@ class StepTimes:
       lookup: hashing and gathering Engram rows.
       vision: encoding images and collecting their rows.
       dispatch: handing the step to the device.
-      wait: blocked on the previous step's tokens.
+      wait: blocked on the previous step's tokens; with drafts on the step's own.
     """
 
     phase: Phase
@@ -115,6 +126,7 @@ class EngineCore:
       scores: log-probabilities of the tokens that the latest `step` returned, for requests that ask for them.
       prompt_scores: of the prompt tokens that the step before the latest computed; tokens computed again come again.
       images: of the requests; None for an engine of text.
+      drafts: of the requests; None decodes token by token.
     """
 
     def __init__(
@@ -124,6 +136,7 @@ class EngineCore:
         buckets: Buckets,
         lookup: EngramLookup | None,
         images: EngineImages | None = None,
+        drafts: EngineDrafts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -131,12 +144,13 @@ class EngineCore:
         self.step_times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
         self.scheduled_rows = RowCounts()
         self.computed_rows = RowCounts()
-        self.scores: dict[RequestId, TokenScore] = {}
+        self.scores: dict[RequestId, tuple[TokenScore, ...]] = {}
         self.prompt_scores: list[PromptScores] = []
         self.edits = EditPlanner(
             runner.num_slots, runner.setup.config.text.vocab_size, empty_edits, runner.load_adjustments
         )
         self.images = images
+        self.drafts = drafts
         self._lookup = lookup
         self._in_flight: _InFlight | None = None
 
@@ -165,6 +179,8 @@ class EngineCore:
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
         self.scores, self.prompt_scores = {}, []
+        if self.drafts is not None:
+            self.drafts.deliver()
         batch = self.scheduler.schedule()
         previous = self._in_flight
         tiers = self.scheduler.tiers
@@ -174,7 +190,7 @@ class EngineCore:
                 tiers.wait()
             return self._finish(previous)
         planned = time.perf_counter()
-        waited = 0.0
+        waited = blocked = 0.0
         if batch.has_pending_tokens:
             assert previous is not None
             result = self._read(previous)
@@ -195,8 +211,9 @@ class EngineCore:
         targets = self.runner.no_targets(shape)
         prompt_scored = targets is not None and self._set_targets(batch, targets)
         sampling = self.runner.step_sampling(
-            sampling_inputs(_sampling_rows(batch), shape.outputs),
+            sampling_inputs(_sampling_rows(batch), sampled_rows(shape)),
             self.edits.plan(batch, shape.outputs, self.scheduler.sequence),
+            outputs=shape.outputs,
             scored=scored,
             targets=targets,
         )
@@ -209,7 +226,15 @@ class EngineCore:
         window = self.runner.setup.geometry.window_size
         self.scheduled_rows = self.scheduled_rows.plus(rows_per_layer(batch, window))
         self.computed_rows = self.computed_rows.plus(computed_rows_per_layer(shape, window))
-        self._in_flight = _InFlight(batch, output, scored, prompt_scored)
+        step = _InFlight(batch, output, scored, prompt_scored)
+        if self.drafts is None:
+            self._in_flight = step
+        else:
+            previous = step
+            self.drafts.draft(batch, self.buckets)
+            result = self._read(step)
+            blocked = time.perf_counter() - dispatched
+            self.drafts.read(batch, result, time.perf_counter() - encoded)
         self.step_times.append(
             StepTimes(
                 phase=batch.phase,
@@ -218,7 +243,7 @@ class EngineCore:
                 lookup=looked_up - built,
                 vision=encoded - looked_up,
                 dispatch=dispatched - encoded,
-                wait=waited,
+                wait=waited + blocked,
             )
         )
         return self._finish(previous)
@@ -285,25 +310,30 @@ class EngineCore:
                     f"the slots of requests {names} do not stand where step {step.batch.index} started: their state "
                     "must be rebuilt from a recoverable boundary"
                 )
+            if tokens.ndim == 2:
+                check_committed((tokens >= 0).sum(axis=1), step.batch.lengths)
             step.result = StepResult(tokens[: len(step.batch.output_requests)])
         return step.result
 
 
-def _scores(step: _InFlight, outputs: list[RequestOutput]) -> dict[RequestId, TokenScore]:
+def _scores(step: _InFlight, outputs: list[RequestOutput]) -> dict[RequestId, tuple[TokenScore, ...]]:
     """Log-probabilities of the tokens in a step's outputs; results that the scheduler dropped have none."""
     chosen, top, top_ids = (np.asarray(part) for part in TokenScores(*step.output.scores))
-    delivered = {output.request_id for output in outputs if output.new_tokens}
-    scores: dict[RequestId, TokenScore] = {}
-    for row, index in enumerate(step.batch.output_requests.tolist()):
+    delivered = {output.request_id: len(output.new_tokens) for output in outputs}
+    first = first_output_rows(step.batch)
+    scores: dict[RequestId, tuple[TokenScore, ...]] = {}
+    for row, index in zip(first.tolist(), step.batch.output_requests.tolist(), strict=True):
         request_id, count = step.batch.request_ids[index], step.batch.sampling[index].logprobs
-        if count is not None and request_id in delivered:
-            alternatives = zip(top_ids[row, :count].tolist(), top[row, :count].tolist())
-            scores[request_id] = TokenScore(float(chosen[row]), tuple(alternatives))
+        tokens = delivered.get(request_id, 0)
+        if count is not None and tokens:
+            rows = slice(row, row + tokens)
+            parts = zip(chosen[rows].tolist(), top_ids[rows, :count].tolist(), top[rows, :count].tolist())
+            scores[request_id] = tuple(TokenScore(logprob, tuple(zip(ids, values))) for logprob, ids, values in parts)
     return scores
 
 
 def _sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
-    """Parameters of the rows that give a token, in output order."""
+    """Parameters of the requests that get a token, in output order; positions are those of their first one."""
     rows = []
     for index in batch.output_requests.tolist():
         sampling = batch.sampling[index]
@@ -314,7 +344,7 @@ def _sampling_rows(batch: ScheduledBatch) -> list[SamplingRow]:
                 sampling.top_p,
                 sampling.min_p,
                 sampling.seed or 0,
-                int(batch.ends[index]),
+                int(batch.starts[index] + 1 if batch.phase is Phase.DECODE else batch.ends[index]),
             )
         )
     return rows

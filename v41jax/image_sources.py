@@ -95,6 +95,12 @@ def image_url(part: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping):
             value = value.get("url")
         if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ImageError(
+                    f"the image URL contains a lone surrogate, which is not text: {error.reason}"
+                ) from error
             return value
     raise ImageError("the image part has no URL; give image_url as a string or as an object with url")
 

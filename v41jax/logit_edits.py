@@ -2,7 +2,9 @@
 
 A slot's biases and penalties live on the device as one row of adjustments; the host knows which request the row belongs
 to and how many of its tokens are counted, and sends one change per row and step, or a whole row when a request enters
-the slot. Masks of constraints are made anew for every step. The device half is `sampling.edit_logits`.
+the slot. Masks of constraints are made anew for every step. A proposal's row counts the proposals up to it as if they
+were accepted; the device keeps the changes of those that are. The device half is `sampling.edit_logits`, with proposals
+`verification.edit_rows`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.scheduled_batch import ScheduledBatch
+from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.sequence import RequestId, SamplingParams, Sequence
 from v41jax.sampling import LogitEdits
 
@@ -54,16 +56,34 @@ class _Row:
     generation: int
     counts: Counter[int]
     total: int
+    proposed: tuple[int, ...] = ()  # by the last step: the device counts those that were accepted
 
 
 def generated_tokens(sequence: Sequence, batch: ScheduledBatch, index: int) -> GeneratedTokens:
     """What request `index` of a batch with known tokens has generated before the token the batch gives it."""
-    end = int(batch.ends[index])
+    proposals = len(proposed_tokens(batch, index))
+    end = int(batch.ends[index]) - proposals
     prompt = sequence.num_prompt_tokens
     if end <= prompt:
         return GeneratedTokens(sequence.tokens(0, 0), None)
-    newest = int(batch.token_ids[int(batch.lengths[: index + 1].sum()) - 1])
+    newest = int(batch.token_ids[int(batch.lengths[: index + 1].sum()) - 1 - proposals])
     return GeneratedTokens(sequence.tokens(prompt, end - 1), newest)
+
+
+def proposed_tokens(batch: ScheduledBatch, index: int) -> tuple[int, ...]:
+    """What request `index` of a batch verifies besides its newest token."""
+    if batch.phase is not Phase.DECODE:
+        return ()
+    end = int(batch.lengths[: index + 1].sum())
+    return tuple(batch.token_ids[end - int(batch.lengths[index]) + 1 : end].tolist())
+
+
+def first_output_rows(batch: ScheduledBatch) -> NDArray[np.int64]:
+    """[outputs] first output row of each request that gets a token; more follow for its proposals."""
+    outputs = batch.output_requests
+    if batch.phase is not Phase.DECODE:
+        return np.arange(len(outputs))
+    return (np.cumsum(batch.lengths) - batch.lengths)[outputs]
 
 
 class EditPlanner:
@@ -106,7 +126,7 @@ class EditPlanner:
           None when no row has any.
         """
         edits = None
-        for row, index in enumerate(batch.output_requests.tolist()):
+        for row, index in zip(first_output_rows(batch).tolist(), batch.output_requests.tolist(), strict=True):
             request_id, sampling = batch.request_ids[index], batch.sampling[index]
             constraint = self.constraints.get(request_id)
             live = sequence(request_id)
@@ -115,14 +135,22 @@ class EditPlanner:
             if edits is None:
                 edits = self._empty(outputs, len(self._rows), self._vocabulary)
             generated = generated_tokens(live, batch, index)
+            proposals = proposed_tokens(batch, index)
             if constraint is not None:
-                edits.constrained[row] = constraint.write_mask(generated, edits.allowed[row])
+                _constrain(edits, row, constraint, generated, proposals)
             if sampling.adjusts_logits:
                 slot = int(batch.slots[index])
-                edits.slots[row] = slot
+                edits.slots[row : row + 1 + len(proposals)] = slot
                 change = self._follow(slot, request_id, batch.generations[index], sampling, generated)
                 if change is not None:
                     edits.tokens[row], edits.changes[row] = change
+                known = self._rows[slot]
+                assert known is not None
+                known.proposed = proposals
+                counts = Counter(known.counts)
+                for place, token in enumerate(proposals, row + 1):
+                    counts[token] += 1
+                    edits.tokens[place], edits.changes[place] = token, _change(sampling, counts[token])
         return edits
 
     def _follow(
@@ -131,11 +159,13 @@ class EditPlanner:
         """Brings a slot's row up to the newest token: by one change that is returned, or by loading it."""
         row = self._rows[slot]
         newest = generated.newest
-        known = row is not None and (row.request_id, row.generation) == (request_id, generation)
-        if row is not None and known and newest is not None and row.total == generated.count - 1:
-            row.counts[newest] += 1
-            row.total += 1
-            return newest, -_penalty(sampling, row.counts[newest]) + _penalty(sampling, row.counts[newest] - 1)
+        if row is not None and (row.request_id, row.generation) == (request_id, generation) and newest is not None:
+            accepted = tuple(generated.before[row.total :].tolist())
+            if row.total + len(accepted) == generated.count - 1 and accepted == row.proposed[: len(accepted)]:
+                row.counts.update(accepted)
+                row.counts[newest] += 1
+                row.total = generated.count
+                return newest, _change(sampling, row.counts[newest])
         counts = Counter(generated.before.tolist())
         if newest is not None:
             counts[newest] += 1
@@ -147,6 +177,32 @@ class EditPlanner:
             values[token] -= _penalty(sampling, count)
         self._load(slot, values)
         return None
+
+
+def _constrain(
+    edits: LogitEdits,
+    row: int,
+    constraint: TokenConstraint,
+    generated: GeneratedTokens,
+    proposals: tuple[int, ...],
+) -> None:
+    """Masks of a request's rows, one a token further each, up to a proposal that is not allowed: the target will not
+    choose it, and nothing after it is emitted."""
+    edits.constrained[row] = constraint.write_mask(generated, edits.allowed[row])
+    for place, token in enumerate(proposals, row + 1):
+        words = edits.allowed[place - 1]
+        if edits.constrained[place - 1] and not words[token // 32] >> np.uint32(token % 32) & 1:
+            return
+        before = generated.before
+        if generated.newest is not None:
+            before = np.append(before, np.int32(generated.newest))
+        generated = GeneratedTokens(before, token)
+        edits.constrained[place] = constraint.write_mask(generated, edits.allowed[place])
+
+
+def _change(sampling: SamplingParams, count: int) -> float:
+    """What changes for a token when it is generated for the `count`-th time."""
+    return -_penalty(sampling, count) + _penalty(sampling, count - 1)
 
 
 def _penalty(sampling: SamplingParams, count: int) -> float:

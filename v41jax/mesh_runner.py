@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
+from scheduler.buckets import StepShape
 from scheduler.pools import Pools
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.layers.rows import Phase
@@ -163,8 +164,8 @@ class MeshRunner(ModelRunner):
         adjusted = NamedSharding(self.mesh, ADJUSTMENTS)
         return pools, images, jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=adjusted)()
 
-    def _jit_step(self, phase: Phase, arguments: Sequence[Any]) -> Any:
-        return jit_mesh_step(self.mesh, self.setup, phase, arguments)
+    def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
+        return jit_mesh_step(self.mesh, self.setup, shape.phase.value, arguments)
 
     def _no_edits(self, outputs: int) -> LogitEdits:
         # On the host: an array on one device is no argument for a program of many processes.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import zipfile
+import zlib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -50,21 +52,32 @@ def read_prompt(
         raise ValueError("no prompt: give --tokens FILE.npy or --image FILE.npz")
     ids = None
     if tokens is not None:
-        ids = np.load(tokens, allow_pickle=False)
-        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        ids = _load(tokens, "--tokens").get("")
+        if ids is None or ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
             raise ValueError(f"--tokens {tokens}: expected one integer array [n] with n >= 1")
     if image is None:
         with Checkpoint.open(directory, scopes=("text",)) as checkpoint:
             return Prompt(check_ids(ids, checkpoint.config.text.vocab_size), None, None)
-    with np.load(image, allow_pickle=False) as file:
-        # A recording may prefix its names with `image.`.
-        arrays = {key.removeprefix("image."): file[key] for key in file.files}
+    # A recording may prefix its names with `image.`.
+    arrays = {key.removeprefix("image."): array for key, array in _load(image, "--image").items()}
     missing = [name for name in ("ids", "patches", "grid", "types") if name not in arrays]
     if missing:
         raise ValueError(f"--image {image}: it lacks the arrays {', '.join(missing)}")
     if ids is not None and not np.array_equal(ids, arrays["ids"]):
         raise ValueError(f"--tokens {tokens} and the ids of --image {image} differ; give one of them")
     return encode_prompt(directory, arrays, precision, projector_hidden_act)
+
+
+def _load(path: Path, option: str) -> dict[str, NDArray]:
+    """Arrays of an .npz file by name, or the one of an .npy file under the empty name."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"": loaded}
+        with loaded:
+            return {key: loaded[key] for key in loaded.files}
+    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{option} {path}: no file of NumPy arrays: {error}") from None
 
 
 def check_ids(ids: NDArray, vocab_size: int) -> NDArray[np.int32]:

@@ -52,10 +52,11 @@ class StepOutput(NamedTuple):
     """What a step leaves on the device besides the pools.
 
     Attributes:
-      tokens: [F] int32 sampled ids; padding entries hold some id.
+      tokens: [F] int32 sampled ids; padding entries hold some id. Of a verification [R, S + 1], the ids each request
+        emits, then -1.
       logits: [F, V] float32, the model's own.
       cursor_mismatch: [R] bool, a continuing request whose slot did not stand where the forward started.
-      scores: `TokenScores` of `tokens`, all zero unless the step was asked for them.
+      scores: [F] `TokenScores` of the chosen tokens, all zero unless the step was asked for them.
       prompt_scores: `TokenScores` of the step's targets, [N]; zero for rows without one. None without targets.
     """
 
@@ -70,7 +71,7 @@ class StepSampling(NamedTuple):
     """How the tokens of a step are chosen.
 
     Attributes:
-      inputs: per output row.
+      inputs: per output row; of a verification per request, positions those of the token its first row chooses.
       edits: per output row.
       scored: scalar bool, log-probabilities are wanted.
       targets: [N] int32, the token that follows a row of a prompt whose log-probability is wanted; the vocabulary size
@@ -97,7 +98,7 @@ class CompiledStep:
       temporary_bytes: device memory it needs besides arguments and results.
     """
 
-    call: Callable[..., tuple[Pools, Array, StepOutput]]
+    call: Callable[..., Any]
     seconds: float
     temporary_bytes: int
 
@@ -266,9 +267,9 @@ class ModelRunner:
         adjustments = jnp.zeros((self.num_slots, self.setup.config.text.vocab_size), jnp.float32)
         return pools, allocate_images(self.setup.geometry, pools, num_images), adjustments
 
-    def _jit_step(self, phase: Phase, arguments: Sequence[Any]) -> Any:
+    def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
         """The whole step, to be lowered for these (abstract) arguments."""
-        return jax.jit(functools.partial(serve_step, setup=self.setup, phase=phase), donate_argnums=(1, 2))
+        return jax.jit(self.step_function(shape), donate_argnums=(1, 2))
 
     @property
     def pools(self) -> Pools:
@@ -310,30 +311,42 @@ class ModelRunner:
         key = (shape, images)
         if key in self._compiled:
             return self._compiled[key]
-        if self._warm:
-            self.recompiles += 1
-            _log.warning("compiling %s after warm-up: the bucket ladders do not cover it", shape)
+        self.note_compilation(shape)
         began = time.perf_counter()
         setup = self.setup
+        inputs = sampling_inputs([], sampled_rows(shape))
+        sampling = self.step_sampling(inputs, outputs=shape.outputs, targets=self.no_targets(shape))
         arguments = [
-            _abstract(self.params),
-            _abstract(self._pools),
-            _abstract(self._adjustments),
-            _abstract(empty_step(shape, setup.geometry)),
+            abstract(self.weights),
+            abstract(self._pools),
+            abstract(self._adjustments),
+            abstract(empty_step(shape, setup.geometry)),
             engram_shapes(setup.config, shape.rows),
-            _abstract(self.step_sampling(sampling_inputs([], shape.outputs), targets=self.no_targets(shape))),
+            abstract(sampling),
         ]
         if images:
             arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
         with backend.recording(self._operations):
-            lowered = self._jit_step(shape.phase.value, arguments).lower(*arguments)
+            lowered = self._jit_step(shape, arguments).lower(*arguments)
         executable = lowered.compile()
-        memory = executable.memory_analysis()
-        program = CompiledStep(
-            executable, time.perf_counter() - began, int(getattr(memory, "temp_size_in_bytes", 0) or 0)
-        )
+        program = CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
         self._compiled[key] = program
         return program
+
+    def note_compilation(self, what: object) -> None:
+        """Counts a compilation that warm-up should have done."""
+        if self._warm:
+            self.recompiles += 1
+            _log.warning("compiling %s after warm-up: the bucket ladders do not cover it", what)
+
+    @property
+    def weights(self) -> Any:
+        """What step functions take as their first argument."""
+        return self.params
+
+    def step_function(self, shape: StepShape) -> Callable[..., tuple[Pools, Array, StepOutput]]:
+        """The pure function of a step of this shape; arguments as of `serve_step`, without the static ones."""
+        return functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)
 
     # Execution -----------------------------------------------------------------------------------------------
 
@@ -372,14 +385,14 @@ class ModelRunner:
         elif self._execution == "PIECEWISE":
             program = self._in_pieces(shape.phase.value)
         else:
-            program = functools.partial(serve_step, setup=self.setup, phase=shape.phase.value)
+            program = self.step_function(shape)
             arguments = jax.tree.map(jnp.asarray, arguments)
         try:
             if ops is not None:
                 self._maintain(ops)
             with backend.recording(self._operations):
                 self._pools, self._adjustments, output = program(
-                    self.params, self._pools, self._adjustments, *arguments
+                    self.weights, self._pools, self._adjustments, *arguments
                 )
         except BaseException:
             self._failed = True
@@ -400,11 +413,15 @@ class ModelRunner:
         inputs: SamplingInputs,
         edits: LogitEdits | None = None,
         *,
+        outputs: int | None = None,
         scored: bool = False,
         targets: np.ndarray | None = None,
     ) -> StepSampling:
-        """Sampling of a step; without edits the arrays that change nothing, which are already on the device."""
-        outputs = len(inputs.seeds)
+        """Sampling of a step; without edits the arrays that change nothing, which are already on the device.
+
+        `outputs` is the number of output rows where it is not that of `inputs`.
+        """
+        outputs = len(inputs.seeds) if outputs is None else outputs
         return StepSampling(inputs, self._no_edits(outputs) if edits is None else edits, np.bool_(scored), targets)
 
     def no_targets(self, shape: StepShape) -> np.ndarray | None:
@@ -435,6 +452,11 @@ class ModelRunner:
 
     # Reports -------------------------------------------------------------------------------------------------
 
+    @property
+    def programs(self) -> Sequence[CompiledStep]:
+        """Everything compiled ahead."""
+        return list(self._compiled.values())
+
     def summary(self) -> dict[str, Any]:
         """Buckets, compile times and memory: what an operator reads after start-up.
 
@@ -445,14 +467,14 @@ class ModelRunner:
             "device": device.device_kind,
             "platform": device.platform,
             "jax": jax.__version__,
-            "weight_bytes": _bytes(self.params),
+            "weight_bytes": _bytes(self.weights),
             "pool_bytes": _bytes(self._pools),
             "image_bytes": _bytes(self._images),
             "pages": self.num_pages,
             "slots": self.num_slots,
-            "temporary_bytes": max((step.temporary_bytes for step in self._compiled.values()), default=0),
-            "programs": len(self._compiled),
-            "compile_seconds": round(sum(step.seconds for step in self._compiled.values()), 3),
+            "temporary_bytes": max((step.temporary_bytes for step in self.programs), default=0),
+            "programs": len(self.programs),
+            "compile_seconds": round(sum(step.seconds for step in self.programs), 3),
             "recompiles_after_warm_up": self.recompiles,
             "kernels": self.setup.kernels,
             "operations": {name: list(choices) for name, choices in sorted(self._operations.items())},
@@ -507,7 +529,18 @@ def sampling_inputs(rows: Sequence[SamplingRow], outputs: int) -> SamplingInputs
     return inputs
 
 
-def _abstract(tree: Any) -> Any:
+def sampled_rows(shape: StepShape) -> int:
+    """Entries of a step's `SamplingInputs`: its output rows, or the requests of a verification."""
+    return shape.requests if shape.verifies else shape.outputs
+
+
+def temporary_bytes(executable: Any) -> int:
+    """Device memory that a compiled program needs besides arguments and results."""
+    return int(getattr(executable.memory_analysis(), "temp_size_in_bytes", 0) or 0)
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes and dtypes of arrays."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
 
 

@@ -16,12 +16,16 @@ from jax import Array
 MAX_ALTERNATIVES = 20
 """Most likely tokens whose log-probabilities a step can report, as many as the API allows to ask for."""
 
+HOTTEST = 1e30
+"""Temperatures from here draw evenly. The reciprocal of a much larger one is no normal number: XLA makes it 0, and 0
+times the -inf of a forbidden token NaN."""
+
 
 class SamplingInputs(NamedTuple):
     """Per-row sampling parameters.
 
     Attributes:
-      temperature: [F] float32; 0 chooses the largest logit (the smaller id on ties).
+      temperature: [F] float32; 0 (or less than a normal number) chooses the largest logit (the smaller id on ties).
       top_k: [F] int32, keep this many best tokens; 0 keeps all.
       top_p: [F] float32, keep the smallest set of best tokens whose probability reaches it; 1 keeps all.
       min_p: [F] float32, drop tokens below this fraction of the best token's probability; 0 keeps all.
@@ -81,7 +85,7 @@ def edit_logits(logits: Array, adjustments: Array, edits: LogitEdits) -> tuple[A
       The adjustments after this step's changes, and the logits to choose from, [F, V]; tokens that are not allowed
       are -inf.
     """
-    slots, vocabulary = adjustments.shape
+    slots = adjustments.shape[0]
     adjustments = adjustments.at[edits.slots, edits.tokens].add(edits.changes, mode="drop")
     adjusted = edits.slots < slots
 
@@ -89,13 +93,19 @@ def edit_logits(logits: Array, adjustments: Array, edits: LogitEdits) -> tuple[A
         rows = adjustments[jnp.minimum(edits.slots, slots - 1)]
         return jnp.where(adjusted[:, None], logits + rows, logits)
 
-    def constrain(values: Array) -> Array:
+    edited = jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits)
+    return adjustments, constrain(edited, edits)
+
+
+def constrain(logits: Array, edits: LogitEdits) -> Array:
+    """Logits, [F, V], with -inf for the tokens that a constrained row does not allow."""
+
+    def mask(values: Array) -> Array:
         bits = (edits.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        bits = bits.reshape(len(bits), 32 * bits.shape[1])[:, :vocabulary]
+        bits = bits.reshape(len(bits), 32 * bits.shape[1])[:, : values.shape[1]]
         return jnp.where(edits.constrained[:, None] & (bits == 0), -jnp.inf, values)
 
-    edited = jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits)
-    return adjustments, jax.lax.cond(jnp.any(edits.constrained), constrain, lambda values: values, edited)
+    return jax.lax.cond(jnp.any(edits.constrained), mask, lambda values: values, logits)
 
 
 def token_scores(logits: Array, chosen: Array, wanted: Array, alternatives: int = MAX_ALTERNATIVES) -> TokenScores:
@@ -164,10 +174,13 @@ def sample(logits: Array, inputs: SamplingInputs) -> Array:
       [F] int32 token ids.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    is_greedy = inputs.temperature <= 0
+    limits = jnp.finfo(jnp.float32)
+    is_greedy = inputs.temperature < limits.tiny
 
     def draw() -> Array:
-        scaled = logits / jnp.where(is_greedy, 1.0, inputs.temperature)[:, None]
+        # Below the best logit, so that a small temperature cannot raise several to infinity.
+        best = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), limits.min)
+        scaled = (logits - best) / jnp.where(is_greedy, 1.0, jnp.minimum(inputs.temperature, HOTTEST))[:, None]
         filtered = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
         scaled = jax.lax.cond(
             jnp.any(filtered & ~is_greedy),

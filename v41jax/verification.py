@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from scheduler.batch import BatchStep
 from scheduler.pools import Pools
-from v41jax.sampling import SamplingInputs, sample
+from v41jax.sampling import LogitEdits, SamplingInputs, constrain, sample
 
 Array = jax.Array
 
@@ -76,7 +76,7 @@ def row_sampling(sampling: SamplingInputs, batch: BatchStep) -> SamplingInputs:
     )
 
 
-def verify(logits: Array, batch: BatchStep, sampling: SamplingInputs, width: int) -> Verified:
+def verify(logits: Array, batch: BatchStep, sampling: SamplingInputs, width: int) -> tuple[Verified, Array]:
     """Draws the target's choice after every row and accepts the leading proposals that agree with it.
 
     Args:
@@ -85,8 +85,69 @@ def verify(logits: Array, batch: BatchStep, sampling: SamplingInputs, width: int
       sampling: see `row_sampling`. Temperature 0 is greedy verification, anything else sample-and-match (DSpark
         specification, "Verification").
       width: `S + 1`, static.
+
+    Returns:
+      The outcome, and the target's choice after every row, [N] int32.
     """
-    return accept(sample(logits, row_sampling(sampling, batch)), batch, width)
+    choices = sample(logits, row_sampling(sampling, batch))
+    return accept(choices, batch, width), choices
+
+
+def edit_rows(logits: Array, adjustments: Array, edits: LogitEdits, batch: BatchStep, width: int) -> Array:
+    """Biases, penalties and constraints of every row, as if the proposals up to it were accepted.
+
+    Changes are added one row after the other, so that a row's logits are those of plain decoding to the bit.
+
+    Args:
+      logits: [N, V] float32.
+      adjustments: [slots, V] float32, before the step.
+      edits: per row; a row's change is that of its own token, and later rows of its request see it too.
+      batch: the verify step.
+      width: `S + 1`, static.
+
+    Returns:
+      [N, V] logits to choose from.
+    """
+    slots, vocabulary = adjustments.shape
+    count = logits.shape[0]
+    request = jnp.maximum(batch.batch_ids, 0)
+    row = jnp.arange(count, dtype=jnp.int32)
+    first = batch.cu_seqlens[request]
+    adjusted = (edits.slots < slots) & (batch.batch_ids >= 0)
+
+    def adjust() -> Array:
+        sums = adjustments[jnp.minimum(edits.slots, slots - 1)]
+        for offset in range(width):
+            before = jnp.minimum(first + offset, count - 1)
+            token = jnp.where(first + offset <= row, edits.tokens[before], vocabulary)
+            sums = sums.at[row, token].add(edits.changes[before], mode="drop")
+        return jnp.where(adjusted[:, None], logits + sums, logits)
+
+    return constrain(jax.lax.cond(jnp.any(adjusted), adjust, lambda: logits), edits)
+
+
+def keep_changes(adjustments: Array, edits: LogitEdits, batch: BatchStep, verified: Verified, width: int) -> Array:
+    """The adjustments after a verify step: with the changes of the rows that became real, in their order.
+
+    Args:
+      adjustments: [slots, V] float32, before the step.
+      edits: see `edit_rows`.
+      batch: the verify step.
+      verified: its outcome.
+      width: `S + 1`, static.
+    """
+    slots = adjustments.shape[0]
+    rows, _ = _rows(batch, width)
+
+    def change() -> Array:
+        changed = adjustments
+        for offset in range(width):
+            row = rows[:, offset]
+            slot = jnp.where(offset < verified.committed, edits.slots[row], slots)
+            changed = changed.at[slot, edits.tokens[row]].add(edits.changes[row], mode="drop")
+        return changed
+
+    return jax.lax.cond(jnp.any(edits.slots < slots), change, lambda: adjustments)
 
 
 def accept(choices: Array, batch: BatchStep, width: int) -> Verified:

@@ -90,6 +90,8 @@ def block_scaled_linear(
     config = config or config_for(rows, inputs, outputs)
     if codes.dtype == jnp.uint8:
         codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    if not interpret:
+        codes = backend.in_device_memory(codes)
     padded = jnp.pad(x, ((0, -rows % config.rows), (0, 0)))
     output_tiles, steps = pl.cdiv(outputs, config.outputs), inputs // config.inner
     blocks, groups = config.outputs // BLOCK, config.inner // BLOCK
@@ -161,7 +163,7 @@ def _scaled_rows(x: Array, weight: Array, powers: Array) -> Array:
     wide = x.astype(jnp.float32)
     stacked = jnp.concatenate([(wide * powers[block : block + 1]).astype(jnp.bfloat16) for block in range(blocks)])
     products = _dot(stacked, weight, 1)
-    owner = lax.broadcasted_iota(jnp.int32, (rows, weight.shape[0]), 1) // BLOCK
+    owner = lax.div(lax.broadcasted_iota(jnp.int32, (rows, weight.shape[0]), 1), BLOCK)
     result = products[:rows]
     for block in range(1, blocks):
         result = jnp.where(owner == block, products[block * rows : (block + 1) * rows], result)

@@ -62,25 +62,25 @@ def block_rows(pairs: int, experts: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """Which rows of which expert every block holds.
 
     Attributes:
       rows: of a block.
-      used: int32 scalar, blocks that hold rows.
+      used: blocks that hold rows, int32 scalar or int.
       expert: [B] int32, some expert for a block that is not used.
       pair: [B * rows] int32, the (row, expert) pair at each place; some pair where the block has fewer.
       place: [P] int32, where each pair lies; meaningless for a pair that is not served.
     """
 
     rows: int
-    used: Array
+    used: Array | int
     expert: Array
     pair: Array
     place: Array
 
 
-def _blocks(ids: Array, experts: int, rows: int) -> _Blocks:
+def blocks_of(ids: Array, experts: int, rows: int) -> Blocks:
     """Blocks of the pairs ids [P], where pairs that are not served have the id `experts`."""
     pairs = ids.shape[0]
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
@@ -95,7 +95,7 @@ def _blocks(ids: Array, experts: int, rows: int) -> _Blocks:
     position = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32), 0, pairs - 1)
     own = jnp.minimum(ids, experts - 1)
     place = (until - counts)[own] * rows + rank - starts[own]
-    return _Blocks(rows, until[-1], expert, order[position.reshape(-1)], place)
+    return Blocks(rows, until[-1], expert, order[position.reshape(-1)], place)
 
 
 def grouped_experts(
@@ -119,13 +119,13 @@ def grouped_experts(
     if rows == 0 or chosen == 0:
         return jnp.zeros(x.shape, jnp.float32)
     ids = jnp.where(served, expert_ids, experts)
-    blocks = _blocks(ids.reshape(-1), experts, block_rows(rows * chosen, experts // layers))
+    blocks = blocks_of(ids.reshape(-1), experts, block_rows(rows * chosen, experts // layers))
     values = _halves(x)[:, blocks.pair // chosen]
-    gate, up = (_product(values, weight, blocks, interpret) for weight in (w1, w3))
+    gate, up = (product(values, weight, blocks, interpret) for weight in (w1, w3))
     hidden = xla.activate(gate, up, weights.reshape(-1)[blocks.pair], swiglu_limit, x.dtype)
     if quantize_hidden:
         hidden = fake_q8(hidden)
-    outputs = _product(_halves(hidden), w2, blocks, interpret)
+    outputs = product(_halves(hidden), w2, blocks, interpret)
     return xla.sum_of_pairs(outputs, blocks.place.reshape(rows, chosen), ids, served)
 
 
@@ -134,12 +134,14 @@ def _halves(x: Array) -> Array:
     return jnp.stack([x[:, 0::2], x[:, 1::2]])
 
 
-def _product(values: Array, weight: ExpertWeights, blocks: _Blocks, interpret: Any) -> Array:
+def product(values: Array, weight: ExpertWeights, blocks: Blocks, interpret: Any) -> Array:
     """values [2, B * rows, K / 2] times each block's expert matrix: [B * rows, O] bfloat16."""
     _, outputs, packed_width = weight.packed.shape
     inner = inner_step(packed_width)
     # XLA lays scales out with outputs on lanes by itself, so that the exchange of their axes moves nothing.
-    scales = jnp.swapaxes(weight.scales, 1, 2)
+    packed, scales = weight.packed, jnp.swapaxes(weight.scales, 1, 2)
+    if not interpret:
+        packed, scales = backend.in_device_memory(packed), backend.in_device_memory(scales)
     groups = scales.shape[1]
     spread = jnp.repeat(jnp.eye(inner // BYTES_OF_SCALE, dtype=jnp.bfloat16), BYTES_OF_SCALE, axis=1)
     tile = min(outputs, OUTPUTS)
@@ -158,7 +160,7 @@ def _product(values: Array, weight: ExpertWeights, blocks: _Blocks, interpret: A
         vmem_limit_bytes=VMEM_BYTES,
         interpret=interpret,
         name="grouped_experts",
-    )(blocks.expert, spread, values, weight.packed, scales)
+    )(blocks.expert, spread, values, packed, scales)
 
 
 def _kernel(inner: int) -> Any:

@@ -56,6 +56,9 @@ def unsupported(
         return f"{selected.shape[1]} selected rows are more than {MOST_SELECTED}"
     if window > TILE + 1 and in_forward.shape[0]:
         return f"a window of {window} is longer than two blocks of {TILE} rows of this forward show"
+    tile = rows_of_tile(ring.dtype)
+    if ring.shape[1] % tile:
+        return f"rings of {ring.shape[1]} rows would be copied; give them {-(-ring.shape[1] // tile) * tile}"
     for name, plane in (("main", main), ("ring", ring)):
         if plane is not None and plane.shape[-1] % LANES and plane.shape[-1] != query.shape[-1]:
             width = plane.shape[-1]
@@ -68,6 +71,11 @@ def unsupported(
 def rows_of_word(dtype: jnp.dtype) -> int:
     """Neighbouring rows whose elements share a word of 32 bits."""
     return 4 // jnp.dtype(dtype).itemsize
+
+
+def rows_of_tile(dtype: jnp.dtype) -> int:
+    """Rows of a block of which every ring must hold whole ones: the compiler would turn others to save padding."""
+    return 32 if dtype == jnp.uint8 else 8
 
 
 def words_of(plane: Array) -> Array:
@@ -202,6 +210,8 @@ def sparse_attention(
 
     if ring.dtype == jnp.uint16:
         ring = lax.bitcast_convert_type(ring, jnp.bfloat16)
+    if not interpret:
+        ring = backend.in_device_memory(ring)
     turned = min(width, whole_lanes(shapes.rotated))
     operands: list[tuple[Array, Any]] = [
         (query, pl.BlockSpec((1, heads, width), of_row)),
@@ -214,7 +224,7 @@ def sparse_attention(
         for back in (1, 0):
 
             def block(row, counts, slots, positions, lowest, origin, own, back=back):
-                return jnp.clip(own[row] // TILE - back, 0, padded.shape[0] // TILE - 1), 0
+                return jnp.clip(lax.div(own[row], TILE) - back, 0, padded.shape[0] // TILE - 1), 0
 
             operands.append((padded, pl.BlockSpec((TILE, width), block)))
     if window_format == "fp8":
@@ -410,7 +420,7 @@ def _fresh_section(
     first: int, back: int, ref: Any, own: Array, position: Array, lowest: Array, origin: Array
 ) -> _Section:
     """Window positions from `origin` on, in the block of this forward's rows `back` before the row's own."""
-    block = own // TILE - back
+    block = lax.div(own, TILE) - back
     oldest = jnp.maximum(lowest, origin)
 
     def exists(index: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoints.load import Checkpoint
-from tests.acceptance.model import write_checkpoint
+from tests.acceptance.model import DRAFT, write_checkpoint
 from tests.acceptance.oracle import OracleExaminer
 from tests.acceptance.serving import EXACT, Serving
 from v41jax.reference import ReferenceModel
@@ -16,6 +16,13 @@ from v41jax.reference.replay_oracle import ReplayOracle
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("acceptance") / "model"
     write_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def draft_checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("acceptance") / "drafting"
+    write_checkpoint(path, **DRAFT)
     return path
 
 

@@ -44,6 +44,14 @@ _TEXT = {
 """Selections hold 16 entries and candidates 24, so that contexts of more than 32 tokens are pruned at both levels."""
 
 
+DRAFT = {
+    "num_nextn_predict_layers": 3,
+    "compress_ratios": [*_TEXT["compress_ratios"], 0, 0, 0],
+    "dspark_target_layer_ids": [4, 5, 6],
+}
+"""Values of `text_config` that give the model a draft."""
+
+
 def acceptance_config(**text: Any) -> ModelConfig:
     """The configuration; other values of `text_config` by name."""
     root = json.loads((golden.directory("five-layer") / "config.json").read_text())
@@ -53,5 +61,7 @@ def acceptance_config(**text: Any) -> ModelConfig:
 
 
 def write_checkpoint(path: Path, **text: Any) -> None:
-    """A random checkpoint of it."""
-    synthesize(path, acceptance_config(**text), seed=11, scopes=("text",))
+    """A random checkpoint of it, with its draft if it has one."""
+    config = acceptance_config(**text)
+    scopes = ("text", "draft") if config.text.num_nextn_predict_layers else ("text",)
+    synthesize(path, config, seed=11, scopes=scopes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints.load import Checkpoint
 from scheduler.buckets import Buckets, StepShape
 from scheduler.model_view import ModelView
 from scheduler.pools import allocate, poison
@@ -27,7 +28,10 @@ from scheduler.sequence import Sequence as RequestSequence
 from tests.acceptance.model import PAGE
 from tests.acceptance.watch import Watch
 from tests.helpers.driver import Finished
+from v41jax.draft_parameters import load_draft_parameters
+from v41jax.draft_runner import DraftRunner
 from v41jax.engine_core import EngineCore
+from v41jax.engine_drafts import EngineDrafts
 from v41jax.full_forward import load_model
 from v41jax.parameters import WeightForm
 from v41jax.precision import Precision
@@ -68,7 +72,7 @@ class OneShape(Buckets):
         return cls(decode, (ROWS,), (REQUESTS,), pages, pages)
 
 
-class WatchedRunner(ModelRunner):
+class Watched:
     """A runner whose steps a `Watch` prepares and examines."""
 
     watch: Watch | None = None
@@ -77,12 +81,20 @@ class WatchedRunner(ModelRunner):
         """As `ModelRunner.execute`."""
         if self.watch is None:
             return super().execute(shape, batch, *arguments)
-        return self.watch.around(shape, batch, lambda: super(WatchedRunner, self).execute(shape, batch, *arguments))
+        return self.watch.around(shape, batch, lambda: super(Watched, self).execute(shape, batch, *arguments))
 
     def reset(self) -> None:
         """Pools and images hold nothing but poison."""
         self.replace_pools(poison(allocate(self.setup.geometry, self.num_pages, self.num_slots)))
         self._images = jax.tree.map(lambda leaf: jnp.full_like(leaf, _poison_of(leaf)), self._images)
+
+
+class WatchedRunner(Watched, ModelRunner):
+    """One that decodes token by token."""
+
+
+class WatchedDraftRunner(Watched, DraftRunner):
+    """One that verifies proposals."""
 
 
 def _poison_of(leaf: jax.Array) -> float | int:
@@ -95,7 +107,15 @@ class WatchedScheduler(Scheduler):
     """A scheduler that tells a checker what it does."""
 
     watch: Watch | None = None
+    proposals: Callable[[RequestSequence], Sequence[int]] | None = None
     _in_postprocess = False
+
+    def propose(self, request_id: Any, generation: int, tokens: Iterable[int]) -> bool:
+        """As `Scheduler.propose`, of `proposals` instead of what was drafted where they are given."""
+        sequence = self.sequence(request_id)
+        if self.proposals is not None and sequence is not None:
+            tokens = self.proposals(sequence)
+        return super().propose(request_id, generation, tokens)
 
     def schedule(self) -> ScheduledBatch | None:
         """As `Scheduler.schedule`."""
@@ -164,17 +184,26 @@ class Serving:
         config = EngineConfig(**self.options)
         self.changeable = tuple(field.name for field in dataclasses.fields(config) if field.name not in options)
         precision = Precision(jnp.dtype(config.dtype), config.activation_quantization)
-        self.model = load_model(directory, precision, max_model_len=MAX_LEN, form=form, kernels=config.kernels)
+        drafts = config.num_speculative_tokens
+        self.model = load_model(
+            directory,
+            precision,
+            max_model_len=MAX_LEN,
+            form=form,
+            kernels=config.kernels,
+            speculative_tokens=drafts,
+        )
         self.view = ModelView.from_config(self.model.setup.config)
         self.geometry = config.geometry(self.view)
-        self.buckets = OneShape.of(decode)
-        self.runner = WatchedRunner(
-            self.model.params,
-            dataclasses.replace(self.model.setup, geometry=self.geometry),
-            num_pages=PAGES,
-            num_slots=SLOTS,
-            num_images=PAGES // self.geometry.units_per_image,
-        )
+        self.buckets = dataclasses.replace(OneShape.of(decode), verify_rows=(drafts + 1,) if drafts else ())
+        setup = dataclasses.replace(self.model.setup, geometry=self.geometry)
+        pools = {"num_pages": PAGES, "num_slots": SLOTS, "num_images": PAGES // self.geometry.units_per_image}
+        if drafts:
+            with Checkpoint.open(directory, scopes=("text", "draft")) as opened:
+                draft = load_draft_parameters(opened, form=form, dtype=precision.activation_dtype)
+            self.runner = WatchedDraftRunner(self.model.params, setup, draft, **pools)
+        else:
+            self.runner = WatchedRunner(self.model.params, setup, **pools)
         self._expected: dict[tuple, Expected] = {}
 
     def __enter__(self) -> Serving:
@@ -242,11 +271,15 @@ class Session:
         config = EngineConfig(**{**serving.options, "num_pages": num_pages, **options})
         validate_runtime_config(config, serving.view)
         self.serving = serving
-        self.scheduler = WatchedScheduler(config, serving.view, serving.geometry, num_pages, num_slots, deferred=True)
+        drafts = config.num_speculative_tokens > 0
+        self.scheduler = WatchedScheduler(
+            config, serving.view, serving.geometry, num_pages, num_slots, deferred=not drafts
+        )
         runner = serving.runner
         runner.reset()
         lookup = serving.model.lookup
-        self.core = EngineCore(self.scheduler, runner, serving.buckets, lookup)
+        drafting = EngineDrafts(self.scheduler, runner) if drafts else None
+        self.core = EngineCore(self.scheduler, runner, serving.buckets, lookup, drafts=drafting)
         self.watch = runner.watch = Watch(self.scheduler, runner, lookup.hasher.compress, check=check)
         self.scheduler.watch = self.watch if check else None
         self.checker = self.watch.checker

@@ -6,6 +6,7 @@ The directory holds a config.json and nothing else: whoever looks for a weight f
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -39,9 +40,9 @@ REFUSED = [
     ({"mesh": {"model": 3}}, "3 does not divide num_attention_heads 2"),
     ({"mesh": {"model": 8}, "enable_expert_parallel": True}, "8 does not divide n_routed_experts 4"),
     ({"speculative_method": "eagle", "num_speculative_tokens": 5}, "speculative_method 'eagle'"),
-    ({"speculative_method": "dspark", "num_speculative_tokens": 4}, "num_speculative_tokens 4"),
+    ({"speculative_method": "dspark", "num_speculative_tokens": 6}, "num_speculative_tokens 6 is outside 1..5"),
+    ({"speculative_method": "dspark", "num_speculative_tokens": 5}, "the checkpoint has none"),
     ({"speculative_method": "dspark", "speculative_model": "other"}, "speculative_model 'other'"),
-    ({"speculative_method": "dspark", "kv_cache_dtype": "fp4"}, "speculation needs kv_cache_dtype 'bf16'"),
     ({"relaxed_acceptance": True}, "relaxed_acceptance"),
     ({"dynamic_verify_lengths": True}, "needs a calibration_profile"),
     ({"export_hidden_states": True}, "export_hidden_states"),
@@ -105,4 +106,11 @@ def test_a_checkpoint_of_another_kind(directory, path, value):
     section[path[-1]] = value
     (directory / "config.json").write_text(json.dumps(root))
     with pytest.raises((ConfigError, RuntimeConfigError), match=path[-1].removesuffix("s")):
+        Engine.from_checkpoint(directory, EngineConfig(**VALID))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"architectures": 1, "architectures": 2}', b"[" * 100_000])
+def test_a_config_that_is_no_json_is_named(directory, content):
+    (directory / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{directory / 'config.json'}: not a JSON file")):
         Engine.from_checkpoint(directory, EngineConfig(**VALID))

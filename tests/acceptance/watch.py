@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from scheduler.batch import BatchStep, Preparation
 from scheduler.buckets import StepShape
+from scheduler.compression_plans import tail_depth
 from scheduler.invariants import InvariantChecker
 from scheduler.pages import NO_HASH
 from scheduler.pool_geometry import V41PoolGeometry
@@ -23,6 +24,7 @@ from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from scheduler.states import StateMaintenanceOps
+from v41jax.logit_edits import first_output_rows
 
 
 class Watch:
@@ -96,7 +98,7 @@ class Watch:
         self.shapes.append(shape)
         if not self.checks:
             output = execute()
-            self._record(batch, np.asarray(output.logits))
+            self._record(batch, output)
             return output
         self._poison(batch)
         pools, images = _host(self._runner.pools), _host(self._runner._images)
@@ -108,7 +110,7 @@ class Watch:
             expected.forward(batch, index, self._boundary)
         expected.compare(self._after, _host(self._runner._images))
         logits = np.asarray(output.logits)
-        self._record(batch, logits)
+        self._record(batch, output)
         for examine in self.examiners:
             examine(batch, arrays, logits)
         self.checker.executed(batch)
@@ -120,10 +122,15 @@ class Watch:
         ]
         return output
 
-    def _record(self, batch: ScheduledBatch, logits: NDArray[np.float32]) -> None:
-        for row, index in enumerate(batch.output_requests.tolist()):
-            assert np.isfinite(logits[row]).all(), f"logits of request {batch.request_ids[index]!r} are not finite"
-            self.logits[batch.request_ids[index], int(batch.ends[index])] = logits[row].copy()
+    def _record(self, batch: ScheduledBatch, output: Any) -> None:
+        logits, tokens = np.asarray(output.logits), np.asarray(output.tokens)
+        for place, (first, index) in enumerate(zip(first_output_rows(batch), batch.output_requests.tolist())):
+            verifies = tokens.ndim == 2
+            start = int(batch.starts[index]) + 1 if verifies else int(batch.ends[index])
+            for offset in range(int((tokens[place] >= 0).sum()) if verifies else 1):
+                row = logits[first + offset]
+                assert np.isfinite(row).all(), f"logits of request {batch.request_ids[index]!r} are not finite"
+                self.logits[batch.request_ids[index], start + offset] = row.copy()
 
     # Poison --------------------------------------------------------------------------------------------------
 
@@ -245,7 +252,8 @@ class _Expectation:
             decoder = _Ring(end - kept, end, geometry.ring)
         self.rings[:boundary, slot, encoder.rows] = True
         self.rings[boundary:, slot, decoder.rows] = True
-        self.tails[:, slot, _Ring(max(start, cached_until), end, geometry.ring_c).rows] = True
+        kept = end - tail_depth(geometry, geometry.max_ratio)
+        self.tails[:, slot, _Ring(max(start, cached_until, kept), end, geometry.ring_c).rows] = True
         self.cursors[slot] = True
         self.tokens[slot] = bool(batch.is_final[index])
 

@@ -1,5 +1,6 @@
 """Verification reads the contents too, lists everything, and touches one piece of a tensor at a time."""
 
+import os
 import shutil
 
 import numpy as np
@@ -105,3 +106,18 @@ def test_the_bit_tests_agree_with_floating_point():
     bits = np.concatenate([rng.integers(0, 2**32, 5000, np.uint32), np.uint32([0x7F800000, 0xFF800000, 0x7F7FFFFF, 0])])
     found = verify_module._impossible(bits.view(np.float32), "F32")
     np.testing.assert_array_equal(found, ~np.isfinite(bits.view(np.float32)))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the platform has no named pipes")
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("model-00001-of-00002.safetensors", "0 bytes are too few for a safetensors file"),
+        (INDEX_NAME, "is empty"),
+        ("config.json", "not a JSON file: it is empty"),
+    ],
+)
+def test_a_pipe_in_place_of_a_file_is_a_fault_and_is_not_waited_for(directory, name, fault):
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    assert f"{name}: {fault}" in verify(directory).faults

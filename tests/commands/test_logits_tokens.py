@@ -62,3 +62,14 @@ def test_prompts_that_cannot_run_are_refused(tmp_path, prompt):
 @pytest.mark.parametrize(("chunks", "fault"), [("3,x", "whole numbers"), ("0", "at least 1"), ("3,,", "whole")])
 def test_chunks_that_make_no_sense_are_refused(tmp_path, prompt, chunks, fault):
     assert fault in fails(tmp_path, "--tokens", prompt, "--chunks", chunks)
+
+
+@pytest.mark.parametrize("content", [b"", b"1 2 3\n", b"PK\x03\x04 not a zip", b"\x93NUMPY\x01\x00"])
+def test_files_that_hold_no_arrays_are_named(tmp_path, content):
+    (tmp_path / "bad").write_bytes(content)
+    for option in ("--tokens", "--image"):
+        assert f"{option} {tmp_path / 'bad'}: no file of NumPy arrays" in fails(tmp_path, option, tmp_path / "bad")
+
+
+def test_an_array_is_no_image_file(tmp_path, prompt):
+    assert "lacks the arrays ids, patches, grid, types" in fails(tmp_path, "--image", prompt)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.block_scaled_linear import tpu as linear_tpu
 from pallas_kernels.block_scaled_linear import triton as linear_triton
@@ -99,13 +100,15 @@ def gpu_builds() -> Iterator[Build]:
 
 
 def tpu_builds() -> Iterator[Build]:
-    """Every Mosaic kernel of these operations; packed rows are padded to whole lanes."""
+    """Every Mosaic kernel of these operations; packed rows are padded to whole lanes, rings to whole tiles."""
     for name, rows, packed, fresh in (
         ("bf16 64 rows", 64, False, 0),
         ("packed 64 rows", 64, True, 64),
         ("bf16 4096 rows", 4096, False, 4096),
     ):
         arguments = list(attention_arguments(rows, packed, fresh))
+        ring, tile = arguments[8], attention_tpu.rows_of_tile(arguments[8].dtype)
+        arguments[8] = shape((ring.shape[0], pl.cdiv(RING, tile) * tile, ring.shape[2]), ring.dtype)
         for place in (4, 8) if packed else ():
             logical = arguments[place]
             arguments[place] = shape((*logical.shape[:2], whole_lanes(logical.shape[2])), logical.dtype)
@@ -116,15 +119,24 @@ def tpu_builds() -> Iterator[Build]:
             (arguments[4].shape, arguments[8].shape),
             repeated=rows == 4096,
         )
-    for rows in (1, 4096):
 
-        def experts(*arguments: Any) -> jax.Array:
-            *operands, valid = arguments
-            return experts_tpu.grouped_experts(*operands, swiglu_limit=10.0, quantize_hidden=True, valid=valid)
+    def experts(*arguments: Any) -> jax.Array:
+        *operands, valid = arguments
+        return experts_tpu.grouped_experts(*operands, swiglu_limit=10.0, quantize_hidden=True, valid=valid)
 
-        arguments = expert_arguments(rows)
-        weights = [part.shape for matrix in arguments[3:6] for part in matrix]
-        yield Build(f"grouped_experts {rows} rows", experts, arguments, tuple(weights), repeated=rows == 4096)
+    def product(values: jax.Array, weight: ExpertWeights, expert: jax.Array) -> jax.Array:
+        blocks = experts_tpu.Blocks(experts_tpu.MOST_ROWS, expert.shape[0], expert, expert, expert)
+        return experts_tpu.product(values, weight, blocks, False)
+
+    arguments = expert_arguments(1)
+    weights = tuple(part.shape for matrix in arguments[3:6] for part in matrix)
+    yield Build("grouped_experts 1 rows", experts, arguments, weights)
+    # The blocks of 4,096 rows over 48 experts; their order is XLA's, which takes long to compile a sort.
+    used = 4096 * CHOSEN // experts_tpu.MOST_ROWS
+    for name, matrix in (("gate", arguments[3]), ("down", arguments[5])):
+        values = shape((2, used * experts_tpu.MOST_ROWS, matrix.packed.shape[2]), jnp.bfloat16)
+        operands = (values, matrix, shape((used,), jnp.int32))
+        yield Build(f"grouped_experts {name} of 4096 rows", product, operands, weights, repeated=True)
     for rows, outputs, inputs in ((1, 32_768, 1280), (64, 5120, 8192)):
         arguments = linear_arguments(rows, outputs, inputs)
         yield Build(

@@ -20,6 +20,7 @@ from v41jax.engram_hashing import history_before
 from v41jax.full_forward import LoadedModel, compressed_of, engram_rows_of, load_model
 from v41jax.model import forward
 from v41jax.precision import Precision
+from v41jax.runner import empty_edits
 from v41jax.sampling import SamplingInputs
 from v41jax.spans import Span, batch_of
 from v41jax.speculative_steps import VerifyOutput, draft_step, verify_step
@@ -61,7 +62,7 @@ def _prefill(params, draft, pools, batch, engram_rows, setup):
     return pools.replace(last_token=pools.last_token.at[batch.slots[0]].set(token)), output.logits[0]
 
 
-_verify = jax.jit(verify_step, static_argnames=("setup",), donate_argnames=("pools",))
+_verify = jax.jit(verify_step, static_argnames=("setup",), donate_argnames=("pools", "adjustments"))
 _draft = jax.jit(draft_step, static_argnames=("setup", "confidence"))
 
 
@@ -90,6 +91,7 @@ class Driver:
         self.model, self.draft_weights = model, draft
         # Nobody may read what nobody wrote.
         self.pools: Pools = poison(allocate(model.setup.geometry, slots * PAGES, slots))
+        self.adjustments = jnp.zeros((slots, model.setup.config.text.vocab_size), jnp.float32)
         self.tokens: dict[int, list[int]] = {}
         self.anchors: dict[int, int] = {}
 
@@ -141,13 +143,16 @@ class Driver:
         batch = batch_of(spans, self.geometry, rows=REQUESTS * WIDTH, requests=REQUESTS, columns=PAGES)
         rows = engram_rows_of(self.model.setup, self.model.lookup, batch)
         output: VerifyOutput
-        self.pools, output = _verify(
+        self.pools, self.adjustments, output = _verify(
             self.model.params,
             self.draft_weights,
             self.pools,
+            self.adjustments,
             batch,
             rows,
             greedy() if sampling is None else sampling,
+            empty_edits(REQUESTS * WIDTH, *self.adjustments.shape),
+            np.bool_(False),
             setup=self.model.setup,
         )
         verified = jax.tree.map(np.asarray, output.verified)

@@ -134,7 +134,7 @@ def test_emitted_tokens_are_those_of_plain_decoding_and_follow_the_targets_distr
         starts = [len(known) - 1 for known in emitted]
         batch = verify_batch(rows, starts, range(requests), requests, requests * WIDTH)
         inputs = request_sampling(requests, seeds=seeds, positions=np.array(starts) + 1, temperature=0.9)
-        verified = step(jnp.asarray(table[batch.token_ids]), batch, inputs, width=WIDTH)
+        verified, _ = step(jnp.asarray(table[batch.token_ids]), batch, inputs, width=WIDTH)
         for known, tokens, count in zip(emitted, verified.tokens.tolist(), verified.committed.tolist()):
             known += tokens[:count]
     for known, expected in zip(emitted, plain.tolist()):

@@ -34,12 +34,14 @@ class Driver:
 
     Modes: `immediate` reads every result before the next plan; `deferred` dispatches one step ahead and lets decode
     rows read their token on the device; `plan_ahead` plans one step ahead but reads the tokens before it dispatches.
+    With drafts it is `immediate`, and `drafter(sequence)` gives the proposals for every decoding request before a step.
     """
 
-    def __init__(self, scheduler, runner, *, mode="immediate", compress_ids, check=True, poison=True):
+    def __init__(self, scheduler, runner, *, mode="immediate", compress_ids, check=True, poison=True, drafter=None):
         self.scheduler = scheduler
         self.runner = runner
         self.mode = mode
+        self.drafter = drafter
         self.compress_ids = compress_ids
         self.poison = poison and hasattr(runner, "poison_pages")
         manager = scheduler.manager
@@ -72,6 +74,8 @@ class Driver:
     def step(self):
         """One turn of the engine loop; returns the outputs it delivered."""
         scheduler = self.scheduler
+        if self.drafter is not None:
+            self._propose()
         batch = scheduler.schedule()
         if self.checker:
             self.checker.scheduled(batch)
@@ -104,6 +108,13 @@ class Driver:
                 return self.finished
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.statistics()}")
+
+    def _propose(self):
+        for sequence in self.scheduler.running:
+            if not sequence.is_partial_prefill and not sequence.drafts:
+                tokens = self.drafter(sequence)
+                assert not self.scheduler.propose(sequence.request_id, sequence.generation - 1, [1]), "a stale draft"
+                assert self.scheduler.propose(sequence.request_id, sequence.generation, tokens)
 
     def _execute(self, batch):
         if self.poison:

@@ -177,6 +177,21 @@ def draw(
     )
 
 
+def with_drafts(scenario: Scenario, width: int = 5) -> Scenario:
+    """The same history for an engine that verifies up to `width` proposals a step."""
+    config = dataclasses.replace(
+        scenario.config,
+        speculative_method="dspark",
+        num_speculative_tokens=width,
+        max_num_batched_tokens=max(scenario.config.max_num_batched_tokens, width + 1),
+    )
+    view = dataclasses.replace(
+        scenario.view, layer_ratios=(*scenario.view.layer_ratios, 0, 0, 0), draft_layers=3, draft_tokens=5
+    )
+    validate_runtime_config(config, view)
+    return dataclasses.replace(scenario, config=config, view=view, mode="immediate")
+
+
 def _draw_image(rng: random.Random, page: int) -> ImageSpan:
     return ImageSpan(rng.randint(0, 2 * page), rng.randint(1, 2 * page), bytes([rng.randrange(256)]) * 8)
 
@@ -189,6 +204,7 @@ def play(
     compress_ids: Callable,
     check: bool = True,
     max_steps: int = 5_000,
+    drafter: Callable[[Any], Sequence[int]] | None = None,
 ) -> Report:
     """Runs a scenario to the end and checks every request's output.
 
@@ -199,13 +215,16 @@ def play(
       compress_ids: raw ids -> compressed ids.
       check: assert the invariants at every step.
       max_steps: steps after which the scheduler counts as stuck.
+      drafter: proposals for a decoding request, of a scenario `with_drafts`.
     """
     config = scenario.config
     geometry = config.geometry(scenario.view)
     scheduler = Scheduler(
         config, scenario.view, geometry, scenario.num_pages, scenario.num_slots, deferred=scenario.mode != "immediate"
     )
-    driver = Driver(scheduler, make_runner(scheduler), mode=scenario.mode, compress_ids=compress_ids, check=check)
+    driver = Driver(
+        scheduler, make_runner(scheduler), mode=scenario.mode, compress_ids=compress_ids, check=check, drafter=drafter
+    )
     return drive(scenario, driver, expected, max_steps=max_steps)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import json
 import threading
@@ -15,18 +14,22 @@ import httpx
 import openai
 
 from checkpoints.synthesize import synthesize
-from scheduler.buckets import Buckets
+from scheduler.buckets import Buckets, StepShape
 from scheduler.runtime_config import EngineConfig
+from scheduler.scheduled_batch import ScheduledBatch
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN
-from tests.helpers.tokenizers import family_file
+from tests.helpers.tokenizers import small_definition, small_tokenizer
 from v41jax.config import ModelConfig
 from v41jax.engine import Engine
+from v41jax.protocol.tokens import IMAGE
 from v41jax.server import ServerOptions, create_app
 from v41jax.server.running import DrainingServer, make_server
 
 MODEL = "small"
 PAGE = 32
+VOCABULARY = small_tokenizer().vocab_size
+IMAGE_ID = small_tokenizer().control_id(IMAGE)
 CONFIG = EngineConfig(
     dtype="float32",
     activation_quantization=False,
@@ -39,30 +42,42 @@ CONFIG = EngineConfig(
     decoder_swa_bounded_replay=False,
     prompt_logprobs=True,
 )
-ONE_OF_EACH = Buckets(
-    decode_requests=(4,), prefill_rows=(256,), prefill_requests=(4,), prefill_pages=(32,), decode_pages=(32,)
+
+
+class FewShapes(Buckets):
+    """Two shapes of prefill steps and one of decode steps: compiling is what costs here."""
+
+    def shape(self, batch: ScheduledBatch) -> StepShape:
+        """As the ladders have it, with room for an output of every request."""
+        shape = super().shape(batch)
+        return shape._replace(outputs=shape.requests)
+
+
+FEW = FewShapes(
+    decode_requests=(4,), prefill_rows=(64, 256), prefill_requests=(4, 4), prefill_pages=(32,), decode_pages=(32,)
 )
-"""One program a phase: compiling is what costs here."""
 
 
-def write_checkpoint(directory: Path, scopes: tuple[str, ...] = ("text",)) -> Path:
-    """The five golden layers with the released vocabulary and its tokenizer."""
-    released = json.loads((GOLDEN / "five-layer" / "config.json").read_text())
-    config = copy.deepcopy(released)
-    config["image_token_id"] = 129264
-    config["text_config"] |= {
-        "vocab_size": 129280,
-        "engram_compressed_vocab_size": 99092,
-        "dspark_noise_token_id": 128799,
-    }
-    synthesize(directory, ModelConfig.from_dict(config), seed=5, scopes=scopes, tokenizer=family_file())
+def small_config() -> ModelConfig:
+    """The five golden layers with the small vocabulary."""
+    config = json.loads((GOLDEN / "five-layer" / "config.json").read_text())
+    config["image_token_id"] = IMAGE_ID
+    config["text_config"] |= {"vocab_size": VOCABULARY, "engram_compressed_vocab_size": 5000}
+    return ModelConfig.from_dict(config)
+
+
+def write_checkpoint(directory: Path, scopes: tuple[str, ...] = ("text", "vision")) -> Path:
+    """Random weights for `small_config`, with the tokenizer it is made for."""
+    file = directory.with_name(f"{directory.name}.tokenizer.json")
+    file.write_text(json.dumps(small_definition()), encoding="utf-8")
+    synthesize(directory, small_config(), seed=5, scopes=scopes, tokenizer=file)
     return directory
 
 
 def open_engine(directory: Path, config: EngineConfig = CONFIG) -> Engine:
-    """An engine with one program a phase, compiled."""
+    """An engine with few programs, some of them compiled."""
     engine = Engine.from_checkpoint(directory, config, warm_up=False)
-    engine.core.buckets = ONE_OF_EACH
+    engine.core.buckets = FEW
     engine.generate([engine.prompt("Compile.", SamplingParams(max_tokens=2, ignore_eos=True))])
     return engine
 

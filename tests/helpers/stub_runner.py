@@ -143,14 +143,34 @@ class StubRunner:
             token = self._decode(step, shape, item)
             if token is not None:
                 tokens.append(token)
+        if shape.verifies:
+            return self._verify(step, shape, work)
         for item in work:
-            self._commit(step, shape, item)
+            self._commit(step, shape, item, item["length"])
         for item, token in zip([item for item in work if item["final"]], tokens, strict=True):
             self.last_token[item["slot"]] = token
         rows = step.output_rows[step.output_rows < shape.rows]
         assert len(rows) == len(tokens), "output rows differ from the finishing requests"
         assert [item["low"] + item["length"] - 1 for item in work if item["final"]] == rows.tolist()
         return StepResult(np.asarray(tokens, np.int32))
+
+    def _verify(self, step, shape, work):
+        """Accepts the leading proposals that the tokens before them give, and commits as many rows."""
+        width = self.geometry.speculative_tokens + 1
+        emitted = np.full((len(work), width), -1, np.int32)
+        for row, item in enumerate(work):
+            count, proposals = 0, item["ids"][1:].tolist()
+            while True:
+                token = next_token(item["history"][: item["start"] + 1 + count])
+                emitted[row, count] = token
+                count += 1
+                if count > len(proposals) or proposals[count - 1] != token:
+                    break
+            self._commit(step, shape, item, count)
+            self.last_token[item["slot"]] = token
+        rows = step.output_rows[step.output_rows < shape.rows]
+        assert rows.tolist() == list(range(sum(item["length"] for item in work))), "a row gives no logits"
+        return StepResult(emitted)
 
     def _maintain(self, ops):
         if ops.relocations:
@@ -205,6 +225,7 @@ class StubRunner:
             "positions": positions,
             "pages": step.block_tables[request],
             "values": position_values(ids, lookback, batch.images[request], positions),
+            "ids": ids,
             "lookback": lookback,
             "final": bool(step.is_final[request]),
             "write_from": int(step.write_from[request]),
@@ -314,7 +335,7 @@ class StubRunner:
                 return None
         return next_token(item["history"])
 
-    def _commit(self, step, shape, item):
+    def _commit(self, step, shape, item, committed):
         slot, length = item["slot"], item["length"]
         request = item["request"]
         pairs = np.stack([item["positions"], item["values"]], axis=1)
@@ -336,5 +357,5 @@ class StubRunner:
             assert (plan.tail_positions[mine] >= item["write_from"]).all(), "an approximated row overwrites a tail"
         self.tails[slot, plan.tail_positions[mine] % self.geometry.ring_c] = pairs[rows]
         size = self.geometry.history_size
-        self.cursor[slot] = [item["start"] + length, *item["lookback"][len(item["lookback"]) - size :]]
-        assert shape.phase is not Phase.DECODE or length == 1
+        self.cursor[slot] = [item["start"] + committed, *item["lookback"][committed : committed + size]]
+        assert shape.phase is not Phase.DECODE or length <= 1 + self.geometry.speculative_tokens

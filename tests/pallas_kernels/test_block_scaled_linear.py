@@ -109,7 +109,6 @@ def test_auto_takes_the_kernel_where_it_was_measured_to_win(rows, inputs, output
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "config"),
     [
-        (3, 96, 160, None),
         (1, 256, 96, (16, 64, 128, True)),
         (21, 384, 288, (16, 128, 128, True)),
         (21, 384, 288, (32, 256, 128, False)),
@@ -148,7 +147,8 @@ def test_a_tpu_takes_the_kernel_for_few_rows_and_names_what_it_cannot_do():
         taken = ["pallas_call" in str(jax.make_jaxpr(block_scaled_linear)(x[:n], codes, scales)) for n in (1, 128, 129)]
     assert taken == [True, True, False]
     with backend.use_target(backend.Target("tpu", "cpu", interpret=True)):
-        assert_product(block_scaled_linear(x, codes, scales, implementation="pallas"), expected, jnp.bfloat16)
+        run = jax.jit(functools.partial(block_scaled_linear, implementation="pallas"))
+        assert_product(run(x[:9], codes, scales), expected[:9], jnp.bfloat16)
         with pytest.raises(KernelUnsupportedError, match="float32"):
             block_scaled_linear(x.astype(jnp.float32), codes, scales, implementation="pallas")
     assert "4160 inner dims" in tpu.unsupported(x, jax.ShapeDtypeStruct((32, 4160), jnp.uint8))

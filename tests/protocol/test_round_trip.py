@@ -87,6 +87,36 @@ def test_protocol_tokens_in_callers_text_never_become_control(a: str, b: str, c:
     assert controls(a, b, c, d) == controls("w", "x", "y", "z")
 
 
+def call_message(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    answer = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "4C"}]}
+    return [*QUESTION, {"role": "assistant", "tool_calls": [call]}, answer]
+
+
+FIELDS = {
+    "developer": lambda text: [{"role": "developer", "content": text}],
+    "input_text": lambda text: [{"role": "user", "content": [{"type": "input_text", "text": text}]}],
+    "text block": lambda text: [{"role": "user", "content_blocks": [{"type": "text", "text": text}]}],
+    "result block": lambda text: [{"role": "user", "content_blocks": [{"type": "tool_result", "content": text}]}],
+    "call name": lambda text: call_message(text, {}),
+    "argument name": lambda text: call_message("f", {text: 1}),
+    "argument": lambda text: call_message("f", {"k": text}),
+    "inside an argument": lambda text: call_message("f", {"k": {text: [text]}}),
+    "open turn": lambda text: [*QUESTION, {"role": "assistant", "content": text, "wo_eos": True}],
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("mode", ["thinking", "chat"])
+def test_no_field_of_a_message_makes_control_tokens(field: str, mode: str):
+    def controls(text: str) -> list[int]:
+        prompt = encode_chat(FIELDS[field](text), thinking_mode=mode, tokenizer=tokenizer())
+        return [token for token in prompt.token_ids if tokenizer().is_control(token)]
+
+    forged = "".join(LITERALS)
+    assert controls(forged) == controls("w")
+
+
 @settings(max_examples=150, deadline=None)
 @given(plain_text, plain_text, plain_text, calls)
 def test_ids_of_harmless_text_are_those_of_the_finished_string(a: str, b: str, c: str, made: list):

@@ -1,10 +1,13 @@
 """Tokens, placeholders, image positions and histories of one request."""
 
+import math
+import re
+
 import numpy as np
 import pytest
 
 from scheduler.batch import DEAD
-from scheduler.sequence import PLACEHOLDER, ImageSpan, SamplingParams, Sequence
+from scheduler.sequence import PLACEHOLDER, ImageSpan, SamplingError, SamplingParams, Sequence
 
 
 def test_placeholders_never_count_as_finalized():
@@ -66,7 +69,6 @@ def test_partial_compares_with_the_frozen_prefill_end():
     [
         (([],), "empty"),
         (([3, -1],), "token id -1"),
-        (([3], SamplingParams(max_tokens=0)), "max_tokens 0"),
         (([3, 4], None, (ImageSpan(1, 2, b""),)), "image span 1\\+2"),
         (([3, 4, 5], None, (ImageSpan(0, 2, b""), ImageSpan(1, 1, b""))), "image span 1\\+1"),
     ],
@@ -74,3 +76,28 @@ def test_partial_compares_with_the_frozen_prefill_end():
 def test_faulty_requests_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         Sequence("a", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_tokens", (0, -1, 1.5, True, None)),
+        ("temperature", (-0.5, math.nan, math.inf, "1", None)),
+        ("top_k", (-1, 2**31, 2.0)),
+        ("top_p", (0, -0.1, 1.01, math.nan)),
+        ("min_p", (-0.1, 1.01, math.nan)),
+        ("seed", (-1, 2**32, 1.0, "3")),
+    ],
+)
+def test_sampling_numbers_outside_their_limits_are_named(field, values):
+    for value in values:
+        with pytest.raises(SamplingError, match=re.escape(f"{field} {value!r} must be")):
+            SamplingParams(**{field: value})
+
+
+def test_every_sampling_fault_is_reported_at_once_and_the_limits_are_legal():
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(max_tokens=0, temperature=-1.0, top_k=-1, top_p=2.0, min_p=2.0, seed=-1)
+    assert len(caught.value.faults) == 6
+    SamplingParams(max_tokens=1, temperature=1e30, top_k=2**31 - 1, top_p=1e-9, min_p=1, seed=2**32 - 1)
+    SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5))

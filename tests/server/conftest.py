@@ -3,6 +3,7 @@
 import pytest
 
 from tests.helpers import servers
+from tests.helpers.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,10 @@ def client(server):
 def http(server):
     with server.http() as http:
         yield http
+
+
+@pytest.fixture(scope="session")
+def scripted():
+    """A server whose engine has no model: cheap, for tests of what stands in front of it."""
+    with servers.running(ScriptedEngine()) as server:
+        yield server

@@ -39,6 +39,19 @@ def test_tokens_of_a_conversation_are_those_a_request_uses(http, client):
     assert text.startswith("<｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: 75") and text.endswith("<think>")
 
 
+def test_thinking_controls_reach_the_prompt(http):
+    def prompt(**controls):
+        body = {"messages": [{"role": "user", "content": "Name a prime."}], **controls}
+        return http.post("/detokenize", json={"tokens": http.post("/tokenize", json=body).json()["tokens"]}).json()[
+            "prompt"
+        ]
+
+    assert "Reasoning Effort: 50 " in prompt(reasoning_effort="low")
+    assert "Reasoning Effort: 9 " in prompt(reasoning_effort="max", thinking={"type": "enabled", "effort": 9})
+    for off in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"thinking": False}}):
+        assert prompt(**off).endswith("<｜Assistant｜></think>") and "Reasoning Effort" not in prompt(**off)
+
+
 def test_unknown_paths_and_methods_are_answered_in_the_same_form(http):
     for answer in (http.get("/v1/nothing"), http.get("/v1/chat/completions")):
         assert answer.status_code in (404, 405)

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import dataclasses
+import json
+import socket
 import threading
 import time
 
@@ -86,13 +88,53 @@ def test_a_request_that_takes_too_long_ends(limited, engine):
 def test_clients_that_leave_free_what_they_held(server, http):
     before = server.engine.statistics()["aborted"]
     with http.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True, "n": 2}) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
+        # The second choice begins once the first has written the pages of the prompt.
+        next(line for line in answer.iter_lines() if '"index":1' in line and "reasoning_content" in line)
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=1.5) as impatient:
         impatient.post("/v1/chat/completions", json=LONG)
     statistics = server.wait_until_idle()
     assert statistics["aborted"] - before == 3
     assert (statistics["pages_used"], statistics["slots_free"]) == (0, 4)
+
+
+def send(server, route, content, *, length=None):
+    """A connection with a request written to it, answered or not."""
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {route} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length or len(content)}\r\n\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_of_the_server(server, http):
+    def answers(status):
+        lines = http.get("/metrics").text.splitlines()
+        head = f'v41jax_http_answers_total{{route="/v1/chat/completions",status="{status}"}} '
+        return sum(float(line.removeprefix(head)) for line in lines if line.startswith(head))
+
+    left, failed = answers(499), answers(500)
+    send(server, "/v1/chat/completions", b'{"messages": [', length=1000).close()
+    end = time.monotonic() + 60
+    while answers(499) == left and answers(500) == failed:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert (answers(499), answers(500)) == (left + 1, failed)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_while_its_prompts_are_computed_frees_everything(server, stream):
+    before = server.wait_until_idle()["aborted"]
+    prompts = [[5 + index] * 900 for index in range(4)]
+    body = {"prompt": prompts, "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    connection = send(server, "/v1/completions", json.dumps(body).encode())
+    end = time.monotonic() + 60
+    while not server.engine.statistics()["partial"]:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    connection.close()
+    statistics = server.wait_until_idle()
+    assert statistics["aborted"] - before == 4
+    assert (statistics["pages_used"], statistics["slots_free"], statistics["live"]) == (0, 4, 0)
 
 
 def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(limited, engine):
@@ -118,6 +160,14 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(limited, engi
         server.server.stop()
         listener.join(300)
     assert collected[-1].choices[0].finish_reason == "length"
+
+
+def test_a_failed_engine_is_told_to_probes_and_clients(http, engine, monkeypatch):
+    monkeypatch.setattr(type(engine), "failure", property(lambda _: RuntimeError("out of memory")))
+    assert (http.get("/health").status_code, http.get("/health").json()) == (503, {"status": "failed"})
+    for route, body in (("/v1/chat/completions", LONG), ("/v1/completions", {"prompt": "x"})):
+        answer = http.post(route, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
 
 
 def test_options_that_make_no_sense_are_named():

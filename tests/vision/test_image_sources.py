@@ -53,6 +53,8 @@ def test_the_url_of_every_accepted_part(part):
         ({"type": "text", "text": "hello"}, "type 'text' is no image"),
         ({"type": "image_url"}, "has no URL"),
         ({"type": "image_url", "image_url": {"url": 3}}, "has no URL"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,\ud800"}}, "lone surrogate"),
+        ({"type": "image", "image": "file:///\ud800"}, "lone surrogate"),
     ],
 )
 def test_other_parts_are_refused(part, message):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scheduler.runtime_config import EngineConfig
-from scheduler.sequence import SamplingParams
+from scheduler.sequence import SamplingError, SamplingParams
 from v41jax.commands.engine_options import with_engine_options
 
 if TYPE_CHECKING:
@@ -48,14 +49,15 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either --prompt TEXT or --prompts FILE.jsonl")
     defaults = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    requests = [{"prompt": prompt}] if prompts is None else read_prompts(prompts)
+    SamplingParams(**defaults)
+    requests = {"--prompt": {"prompt": prompt}} if prompts is None else located_prompts(prompts)
 
     from v41jax.engine import Engine
 
-    if engine_config.vision == "auto" and not any(request.get("images") for request in requests):
+    if engine_config.vision == "auto" and not any(request.get("images") for request in requests.values()):
         engine_config = dataclasses.replace(engine_config, vision="off")
     with Engine.from_checkpoint(model, engine_config, warm_up=False) as engine:
-        results = engine.generate([_prompt(engine, {**defaults, **request}, ignore_eos) for request in requests])
+        results = engine.generate(engine_prompts(engine, requests, defaults, ignore_eos))
         for index, result in enumerate(results):
             print(json.dumps(_record(index, result)) if as_json else _readable(result, len(results)))
         sys.stdout.flush()
@@ -63,41 +65,37 @@ def generate(
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The requests of a prompts file, in order; raises as `located_prompts`."""
+    return list(located_prompts(path).values())
+
+
+def located_prompts(path: Path) -> dict[str, dict[str, Any]]:
     """Reads and checks a prompts file.
 
+    Returns:
+      The requests in order, each under the place that errors name, `FILE:LINE`. A null is an absent option.
+
     Raises:
-      PromptsError: with every malformed line.
+      PromptsError: with every fault of every line.
+      OSError: the file cannot be read.
     """
-    requests, faults = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    requests: dict[str, dict[str, Any]] = {}
+    faults = []
+    # Lines end at \n alone: JSON text may hold the other separators that `splitlines` knows.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
+        place = f"{path}:{number}"
         try:
-            request = json.loads(line)
-        except ValueError as error:
-            faults.append(f"{path}:{number}: not JSON: {error}")
+            request = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            faults.append(f"{place}: not JSON: {error}")
             continue
         if not isinstance(request, dict):
-            faults.append(f"{path}:{number}: a line must hold a JSON object")
+            faults.append(f"{place}: a line must hold a JSON object")
             continue
-        unknown = sorted(set(request) - _KEYS)
-        if unknown:
-            faults.append(f"{path}:{number}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(_KEYS))}")
-        if ("prompt" in request) == ("tokens" in request):
-            faults.append(f"{path}:{number}: give either prompt (text) or tokens (list of ids)")
-        images = request.get("images", [])
-        if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-            faults.append(f"{path}:{number}: images {images!r} must be a list of file names")
-        for key, kinds, least in (
-            ("max_tokens", int, 1),
-            ("arrival_step", int, 0),
-            ("temperature", (int, float), 0),
-            ("seed", int, 0),
-        ):
-            value = request.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value < least):
-                faults.append(f"{path}:{number}: {key} {value!r} must be a number of at least {least}")
-        requests.append(request)
+        requests[place] = {key: value for key, value in request.items() if value is not None}
+        faults += [f"{place}: {fault}" for fault in _line_faults(requests[place])]
     if not requests and not faults:
         faults.append(f"{path}: no prompt in it")
     if faults:
@@ -105,18 +103,74 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return requests
 
 
-def _prompt(engine: Engine, request: dict[str, Any], ignore_eos: bool) -> Prompt:
+def _line_faults(request: dict[str, Any]) -> Iterator[str]:
+    unknown = sorted(set(request) - _KEYS)
+    if unknown:
+        yield f"unknown keys {', '.join(unknown)}; known are {', '.join(sorted(_KEYS))}"
+    if ("prompt" in request) == ("tokens" in request):
+        yield "give either prompt (text) or tokens (list of ids)"
+    if not isinstance(request.get("prompt", ""), str):
+        yield f"prompt {request['prompt']!r} must be text"
+    tokens = request.get("tokens", [0])
+    if not isinstance(tokens, list) or not all(_is_whole(token) for token in tokens):
+        yield "tokens must be a list of token ids"
+    elif not tokens:
+        yield "tokens is empty: give at least one id"
+    images = request.get("images", [])
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        yield f"images {images!r} must be a list of file names"
+    arrival = request.get("arrival_step", 0)
+    if not _is_whole(arrival) or arrival < 0:
+        yield f"arrival_step {arrival!r} must be a whole number of at least 0"
+    try:
+        SamplingParams(**{field: request[field] for field in _SAMPLING if field in request})
+    except SamplingError as error:
+        yield from error.faults
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def engine_prompts(
+    engine: Engine, requests: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any], ignore_eos: bool
+) -> list[Prompt]:
+    """Requests as the engine takes them.
+
+    Args:
+      engine: that will run them.
+      requests: by the place that errors name.
+      defaults: options of requests without their own.
+      ignore_eos: generate past the end token.
+
+    Raises:
+      PromptsError: with every request that the engine's model cannot take.
+    """
+    prompts, faults = [], []
+    for place, request in requests.items():
+        try:
+            prompts.append(_prompt(engine, {**defaults, **request}, ignore_eos))
+        except OSError as error:
+            faults.append(f"{place}: {error.filename}: {error.strerror}")
+        except ValueError as error:
+            faults.append(f"{place}: {error}")
+    if faults:
+        raise PromptsError(faults)
+    return prompts
+
+
+def _prompt(engine: Engine, request: Mapping[str, Any], ignore_eos: bool) -> Prompt:
     sampling = SamplingParams(
         ignore_eos=ignore_eos,
         **{field: request[field] for field in _SAMPLING if field in request},
     )
-    content = request.get("tokens") if request.get("prompt") is None else request["prompt"]
+    content = request["prompt"] if "prompt" in request else request["tokens"]
     if request.get("images"):
         files = [Path(name).read_bytes() for name in request["images"]]
         prompt = engine.prompt_with_images(content, files, sampling)
     else:
         prompt = engine.prompt(content, sampling)
-    return dataclasses.replace(prompt, arrival_step=request.get("arrival_step") or 0)
+    return dataclasses.replace(prompt, arrival_step=request.get("arrival_step", 0))
 
 
 def _record(index: int, result: Generation) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
 from v41jax.engine import Engine
@@ -131,7 +131,7 @@ async def _answer(service: Service, request: Request, answer: Answer) -> Respons
         except BodyTooLargeError:
             message = f"the body has more than {limit} bytes: send less, or raise --max-body-bytes"
             response = ApiError(413, message, code="body_too_large").response()
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):
             response = Response(status_code=CLIENT_GONE)
         except Exception as error:
             response = as_api_error(error).response()

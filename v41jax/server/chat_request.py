@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from v41jax.engine import Prompt
+from v41jax.engine_images import PromptImages
 from v41jax.image_sources import load_images
 from v41jax.protocol import (
     EncodedPrompt,
@@ -25,7 +26,7 @@ from v41jax.protocol.tokens import DSML
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.errors import ApiError
 from v41jax.server.fields import Fields
-from v41jax.server.generation import make_prompt
+from v41jax.server.generation import check_length, make_prompt
 from v41jax.server.grammars import (
     ReplyGrammar,
     call_grammar,
@@ -96,21 +97,13 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
             param="messages",
             code="invalid_value",
         )
+    check_length(service, prompt.token_ids, "messages")
+    tokens, images = _with_images(service, prompt)
     constraint = service.constraint(grammar, starts_in_reasoning=prompt.starts_in_reasoning)
-    tokens, images = prompt.token_ids, None
-    if prompt.images:
-        parts = [image.part for image in prompt.images]
-        sources = service.options.image_sources
-        seen = service.engine.prompt_with_images(tokens, load_images(parts, sources), limits=sources.limits)
-        tokens, images = list(seen.tokens), seen.images
-    try:
-        choices = tuple(
-            make_prompt(service, tokens, params, index, skip_special=skip_special, constraint=constraint, images=images)
-            for index in range(params.n)
-        )
-    except ApiError as error:
-        error.param = "messages"
-        raise
+    choices = tuple(
+        make_prompt(service, tokens, params, index, skip_special=skip_special, constraint=constraint, images=images)
+        for index in range(params.n)
+    )
     return ChatRequest(
         prompt=prompt,
         choices=choices,
@@ -175,6 +168,27 @@ def _read_conversation(
 
 
 def read_prompt_only(service: Service, body: Mapping[str, Any], fields: Fields) -> list[int] | None:
-    """Ids of a conversation as a request with this body would send it to the model; None after a fault."""
+    """Ids of a conversation as a request with this body would send it to the model; None after a fault.
+
+    Raises:
+      ImageError: an image that cannot be used, or an engine without vision.
+    """
     prompt, *_ = _read_conversation(service, body, fields)
-    return None if prompt is None else prompt.token_ids
+    if prompt is None or fields.faults:
+        return None
+    return _with_images(service, prompt)[0]
+
+
+def _with_images(service: Service, prompt: EncodedPrompt) -> tuple[list[int], PromptImages | None]:
+    """Ids with one placeholder for each position of an image, and the images.
+
+    Raises:
+      ImageError: an image that cannot be used, or an engine without vision.
+    """
+    assert prompt.token_ids is not None
+    if not prompt.images:
+        return prompt.token_ids, None
+    sources = service.options.image_sources
+    files = load_images([image.part for image in prompt.images], sources)
+    seen = service.engine.prompt_with_images(prompt.token_ids, files, limits=sources.limits)
+    return list(seen.tokens), seen.images

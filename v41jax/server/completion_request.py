@@ -13,7 +13,7 @@ from v41jax.protocol.json_text import unencodable
 from v41jax.protocol.tokens import IMAGE
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.fields import Fields
-from v41jax.server.generation import make_prompt
+from v41jax.server.generation import check_length, make_prompt
 from v41jax.server.grammars import content_grammar, read_structured_outputs
 from v41jax.server.service import Service
 
@@ -102,6 +102,8 @@ def read_completion_request(service: Service, body: Mapping[str, Any]) -> Comple
     outputs = fields.attempt(lambda: read_structured_outputs(body.get("structured_outputs")))
     fields.check()
     assert params is not None and prompts is not None
+    for prompt in prompts:
+        check_length(service, prompt.tokens)
     constraint = service.constraint(None if outputs is None else content_grammar(*outputs))
     groups = tuple(
         tuple(

@@ -20,6 +20,13 @@ from v41jax.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 _SHOWN = 300
 
+MAX_CHARACTERS = 2**18
+MAX_PARTS = 2000
+MAX_SCHEMA_OBJECTS = 1000
+MAX_ALL_OBJECTS = 5000
+"""Bounds of a grammar. The library reads rules and schemas recursively on the stack of the thread: a chain of some
+thousand references ends the process, and long alternatives take seconds a token. These stay well below both."""
+
 
 class _LibraryTokenizer:
     """What the library asks of a tokenizer."""
@@ -59,15 +66,41 @@ class Grammars:
         Raises:
           ProtocolError: the grammar does not compile.
         """
+        fault = size_fault(grammar.lark)
+        if fault is not None:
+            raise ProtocolError([Fault(grammar.param, fault)])
         matcher = LLMatcher(self._tokenizer, grammar.lark, log_level=0)
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:_SHOWN]
-            raise ProtocolError([Fault(grammar.param, f"cannot be enforced: {reason}")])
+            raise ProtocolError([Fault(grammar.param, f"cannot be enforced: {_reason(matcher)}")])
         return GrammarConstraint(matcher, self._end, after, tuple(kept_out))
 
 
+def _reason(matcher: LLMatcher) -> str:
+    return " ".join(matcher.get_error().split())[:_SHOWN]
+
+
+def size_fault(lark: str) -> str | None:
+    """Why a grammar is too large to be given to the library; None when it is not."""
+    if len(lark) > MAX_CHARACTERS:
+        return f"makes a grammar of {len(lark)} characters; at most {MAX_CHARACTERS} are accepted"
+    parts = lark.count("\n") + lark.count("|")
+    if parts > MAX_PARTS:
+        return f"makes a grammar of {parts} rules and alternatives; at most {MAX_PARTS} are accepted"
+    objects = [line.count("{") for line in lark.splitlines()]
+    if max(objects, default=0) > MAX_SCHEMA_OBJECTS:
+        return f"has a schema of {max(objects)} objects; at most {MAX_SCHEMA_OBJECTS} are accepted"
+    if sum(objects) > MAX_ALL_OBJECTS:
+        return f"has schemas of {sum(objects)} objects in all; at most {MAX_ALL_OBJECTS} are accepted"
+    return None
+
+
+_TAKEN_BACK = 16
+"""Newest tokens that may turn out otherwise; more than a draft and what is in flight. What lies further back stays."""
+
+
 class GrammarConstraint:
-    """A `TokenConstraint`. Follows what was generated, also when a preempted request comes back with less of it."""
+    """A `TokenConstraint`. Follows what was generated, also when a preempted request comes back with less of it or when
+    proposals of a draft that it followed were rejected."""
 
     def __init__(self, matcher: LLMatcher, end: int, after: int | None, kept_out: tuple[int, ...]):
         self._matcher = matcher
@@ -76,10 +109,17 @@ class GrammarConstraint:
         self._kept_out = kept_out
         self._seen: list[int] = []
         self._begun = after is None
+        self._begun_at = 0  # tokens seen before the grammar begins
+        self._fed = 0  # tokens from there on that the matcher has taken in
 
     def copy(self) -> GrammarConstraint:
         """The same constraint for another choice; of one that has seen nothing."""
         return GrammarConstraint(self._matcher.deep_copy(), self._end, self._after, self._kept_out)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the library gave up in the middle of the reply, which then ended unfinished; None if it did not."""
+        return _reason(self._matcher) if self._matcher.is_error() else None
 
     def write_mask(self, generated: GeneratedTokens, words: NDArray[np.uint32]) -> bool:
         """See `TokenConstraint`."""
@@ -89,7 +129,7 @@ class GrammarConstraint:
                 words[token // 32] &= ~(np.uint32(1) << np.uint32(token % 32))
             return True
         if self._matcher.is_error():
-            _log.warning("a grammar failed in the middle of a reply: %s", self._matcher.get_error())
+            _log.warning("a grammar failed in the middle of a reply: %s", _reason(self._matcher))
             words[:] = 0
             words[self._end // 32] = np.uint32(1) << np.uint32(self._end % 32)
             return True
@@ -97,22 +137,45 @@ class GrammarConstraint:
         return True
 
     def _follow(self, generated: GeneratedTokens) -> None:
-        """Takes in the newest token, or starts over when the tokens before it are not those seen."""
-        count = generated.count
-        newest_only = len(self._seen) == count - 1 and (count < 2 or self._seen[-1] == int(generated.before[-1]))
-        if newest_only and generated.newest is not None:
+        """Takes back what was seen and not generated, and takes in what is new."""
+        count, before = generated.count, generated.before
+        first = max(0, min(count, len(self._seen)) - _TAKEN_BACK)
+        kept = first
+        while kept < min(count, len(self._seen)):
+            token = generated.newest if kept == len(before) else int(before[kept])
+            if token != self._seen[kept]:
+                break
+            kept += 1
+        if first and kept == first:
+            kept = 0
+        self._take_back(kept)
+        for token in before[len(self._seen) :].tolist():
+            self._take(token)
+        if generated.newest is not None and len(self._seen) < count:
             self._take(generated.newest)
-        elif count != len(self._seen) or (count and self._seen[-1] != generated.newest):
-            self._matcher.reset()
-            self._seen, self._begun = [], self._after is None
-            for token in generated.before.tolist():
-                self._take(token)
-            if generated.newest is not None:
-                self._take(generated.newest)
+
+    def _take_back(self, kept: int) -> None:
+        """Forgets all but the first `kept` tokens seen."""
+        if kept == len(self._seen):
+            return
+        fed = max(0, min(self._fed, kept - self._begun_at)) if self._begun else 0
+        if not self._matcher.is_error() and (fed == self._fed or self._matcher.rollback(self._fed - fed)):
+            del self._seen[kept:]
+            self._fed = fed
+            self._begun = self._begun and kept >= self._begun_at
+            return
+        seen = self._seen[:kept]
+        self._matcher.reset()
+        self._seen, self._fed, self._begun, self._begun_at = [], 0, self._after is None, 0
+        for token in seen:
+            self._take(token)
 
     def _take(self, token: int) -> None:
         self._seen.append(token)
         if self._begun:
-            self._matcher.consume_token(token)
+            # A matcher that has stopped counts no token, and could not take it back.
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+                self._fed += 1
         elif token == self._after:
-            self._begun = True
+            self._begun, self._begun_at = True, len(self._seen)

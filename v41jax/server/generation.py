@@ -32,6 +32,24 @@ def seed_of_choice(seed: int | None, choice: int) -> int | None:
     return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:4], "little")
 
 
+def check_length(service: Service, tokens: Sequence[int], param: str = "prompt") -> None:
+    """Refuses prompts that can never run; cheap, so that it comes before work on anything else of a request.
+
+    Raises:
+      ApiError: no token, or more than the model allows.
+    """
+    count, limit = len(tokens), service.max_model_len
+    if not count:
+        raise ApiError(400, "the prompt has no tokens: give at least one", param=param, code="invalid_value")
+    if count > limit:
+        raise ApiError(
+            400,
+            f"the prompt has {count} tokens, the model takes at most {limit}: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def make_prompt(
     service: Service,
     tokens: Sequence[int],
@@ -56,19 +74,10 @@ def make_prompt(
       images: of the prompt.
 
     Raises:
-      ApiError: the prompt is empty, or longer than the model or the pool allows.
+      ApiError: the prompt is empty, or longer than the model allows.
     """
-    count, limit = len(tokens), service.max_model_len
-    if not count:
-        raise ApiError(400, "the prompt has no tokens: give at least one", param="prompt", code="invalid_value")
-    if count > limit:
-        raise ApiError(
-            400,
-            f"the prompt has {count} tokens, the model takes at most {limit}: shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    room = max(limit - count, 1)
+    check_length(service, tokens)
+    room = max(service.max_model_len - len(tokens), 1)
     stops = set(params.stop_token_ids)
     if not params.ignore_eos:
         stops |= service.tokenizer.stop_ids - set(service.engine.core.scheduler.view.eos_token_ids)
@@ -130,6 +139,8 @@ async def run_choices(service: Service, groups: Sequence[Sequence[Prompt]]) -> A
             async with aclosing(service.engine.stream(prompt)) as stream:
                 async for delta in stream:
                     watch.see(delta)
+                    if delta.finish_reason is not None:
+                        _require_followed_grammar(prompt)
                     queue.put_nowait((index, delta))
                     done.set()
         except Exception as error:
@@ -198,6 +209,14 @@ def _require_success(reason: str) -> None:
         raise ApiError(503, "the request was cancelled because the server stops", code="draining")
     if kind == "failed":
         raise ApiError(500, "the engine failed while it answered", code="engine_failed")
+
+
+def _require_followed_grammar(prompt: Prompt) -> None:
+    """Raises an `ApiError` when a reply ended because its grammar could not be followed to the end."""
+    failure = getattr(prompt.constraint, "failure", None)
+    if failure is not None:
+        message = f"the reply cannot follow its grammar, which became too large on the way: simplify it ({failure})"
+        raise ApiError(400, message, code="grammar_failed")
 
 
 def _as_answer(error: Exception) -> Exception:

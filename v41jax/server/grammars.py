@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from v41jax.protocol import ProtocolError, Tool, ToolChoice
 from v41jax.protocol.errors import Fault, shorten
+from v41jax.protocol.json_text import unencodable
+from v41jax.protocol.tools import schema_text
 
 FORMS = ("json", "regex", "choice", "grammar")
 """Keys of `structured_outputs`; one is given."""
 
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = r"/(.|\n)*/"
+_ROOT = "v41jax_root"
+"""Definition under which references into the whole schema of a tool's arguments find it."""
+
+_DEFINITIONS = ("$defs", "definitions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +66,19 @@ def read_structured_outputs(value: Any) -> tuple[str, Any] | None:
     kinds: dict[str, Any] = {"json": (dict, bool), "regex": str, "choice": list, "grammar": str}
     if not isinstance(content, kinds[form]):
         raise ProtocolError([Fault(f"{param}.{form}", f"has the wrong type: {shorten(content)}")])
+    if content == "":
+        raise ProtocolError([Fault(f"{param}.{form}", "is empty: give at least one character")])
     if form == "choice" and (not content or not all(isinstance(text, str) and text for text in content)):
         raise ProtocolError([Fault(f"{param}.choice", "must be a list of non-empty strings")])
+    faults: list[Fault] = []
+    if form == "json":
+        schema_text(content, f"{param}.json", faults)
+    for text in [content] if isinstance(content, str) else content if form == "choice" else ():
+        surrogate = unencodable(text)
+        if surrogate is not None:
+            faults.append(Fault(f"{param}.{form}", f"contains the lone surrogate {surrogate}, which is not text"))
+    if faults:
+        raise ProtocolError(faults)
     return form, content
 
 
@@ -73,8 +91,7 @@ def content_grammar(form: str, content: Any) -> ReplyGrammar:
         return ReplyGrammar(f"start: {json_rule(content)}\n", param)
     if form == "choice":
         return ReplyGrammar("start: " + " | ".join(map(_literal, content)) + "\n", param)
-    escaped = content.replace("/", r"\/") if "/" in content and r"\/" not in content else content
-    return ReplyGrammar(f"start: /{escaped}/\n", param)
+    return ReplyGrammar(f"start: {_regex_literal(content)}\n", param)
 
 
 def schema_grammar(schema: Any) -> ReplyGrammar:
@@ -130,17 +147,21 @@ def _call_rules(name: str, tool: Tool, mark: str) -> list[str]:
     if not tool.parameters:
         return [f'{name}: "<" {mark} {head} "\\n" {end}']
     parameters = tool.function["parameters"]
-    required = parameters.get("required", ())
-    definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    required = parameters.get("required", [])
+    if not isinstance(required, list) or not all(
+        isinstance(name, str) and name in tool.parameters for name in required
+    ):
+        rule = f"of the strict tool {tool.name} must be a list of declared parameters"
+        raise ProtocolError([Fault("tools", f"`required` {rule}, got {shorten(required)}")])
     rules, parts = [], []
-    for index, (parameter, schema) in enumerate(tool.parameters.items()):
+    for index, parameter in enumerate(tool.parameters):
         if '"' in parameter or "\n" in parameter:
             raise ProtocolError(
                 [Fault("tools", f"parameter {shorten(parameter)} of {tool.name} has a quote in its name")]
             )
         rule = f"{name}_{index}"
         parts.append(rule if parameter in required else f"{rule}?")
-        rules.append(f"{rule}: {_parameter(parameter, schema, definitions, mark)}")
+        rules.append(f"{rule}: {_parameter(parameter, tool, mark)}")
     if not any(part[-1] != "?" for part in parts):
         return [f'{name}: "<" {mark} {head} ({_some(parts)} | "\\n") {end}', *rules]
     return [f'{name}: "<" {mark} {head} {" ".join(parts)} {end}', *rules]
@@ -153,20 +174,58 @@ def _some(parts: Sequence[str]) -> str:
     return " | ".join(f"({way})" for way in ways)
 
 
-def _parameter(name: str, schema: Any, definitions: Mapping[str, Any], mark: str) -> str:
+def _parameter(name: str, tool: Tool, mark: str) -> str:
     """One parameter with its value: plain strings as they are, everything else as JSON."""
+    schema = tool.parameters[name]
     end = f'{mark} " parameter>\\n"'
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     plain = kind == "string" and not set(schema) - {"type", "description", "title", "enum", "default", "examples"}
     head = _literal(f' parameter name="{name}" string="{"true" if plain else "false"}">')
     if not plain:
-        whole = {**schema, **definitions} if isinstance(schema, Mapping) else schema
-        return f'"<" {mark} {head} {json_rule(whole)} "</" {end}'
-    if "enum" in schema:
-        values = [value for value in schema["enum"] if isinstance(value, str) and value]
-        return f'"<" {mark} {head} ({" | ".join(map(_literal, values))}) "</" {end}'
-    return f'"<" {mark} {head} /(.|\\n)*<\\// {end}'
+        return f'"<" {mark} {head} {json_rule(_standalone(schema, tool.function["parameters"]))} "</" {end}'
+    if "enum" not in schema:
+        return f'"<" {mark} {head} /(.|\\n)*<\\// {end}'
+    values = schema["enum"] if isinstance(schema["enum"], list) else []
+    texts = [value for value in values if isinstance(value, str)]
+    if not texts:
+        rule = f"of parameter {shorten(name)} of the strict tool {tool.name} must be a list with a string"
+        raise ProtocolError([Fault("tools", f"`enum` {rule}, got {shorten(schema['enum'])}")])
+    options = " | ".join(_literal(text) for text in texts if text)
+    chosen = "" if not options else f"({options}){'?' if '' in texts else ''}"
+    return f'"<" {mark} {head} {chosen} "</" {end}'
+
+
+def _standalone(schema: Any, parameters: Mapping[str, Any]) -> Any:
+    """The schema of one parameter with whatever its references need of the schema of all arguments."""
+    if not isinstance(schema, Mapping):
+        return schema
+    whole = {**schema, **{key: parameters[key] for key in _DEFINITIONS if key in parameters}}
+    moved = _with_moved_references(whole)
+    if moved == whole:
+        return whole
+    root = {key: value for key, value in parameters.items() if key not in _DEFINITIONS}
+    definitions = moved.get("$defs")
+    known = definitions if isinstance(definitions, Mapping) else {}
+    return {**moved, "$defs": {**known, _ROOT: _with_moved_references(root)}}
+
+
+def _with_moved_references(value: Any) -> Any:
+    """`value` with references to the root of the document pointing to the definition that holds it."""
+    if isinstance(value, Mapping):
+        moved = {key: _with_moved_references(child) for key, child in value.items()}
+        target = moved.get("$ref")
+        if isinstance(target, str) and re.match(r"#(/(?!\$defs/|definitions/)|$)", target):
+            moved["$ref"] = f"#/$defs/{_ROOT}{target[1:]}"
+        return moved
+    return [_with_moved_references(child) for child in value] if isinstance(value, list) else value
 
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _regex_literal(regex: str) -> str:
+    """A regular expression between slashes, which end it, on one line, which ends it too."""
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    pieces = re.findall(r"\\.|.", regex, re.DOTALL)
+    return f"/{''.join(escapes.get(piece, piece) for piece in pieces)}/"

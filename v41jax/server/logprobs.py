@@ -55,9 +55,13 @@ class CompletionLogprobs:
         """The lists for the next tokens; a token without a score is the first of a prompt."""
         labels, logprobs, tops, offsets = [], [], [], []
         for token, score in zip(tokens, scores, strict=True):
-            labels.append(token_label(self._tokenizer, token))
-            offsets.append(self._offset)
-            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token)))
+            label = token_label(self._tokenizer, token)
+            text = self._characters.decode(self._tokenizer.token_bytes(token))
+            # What stands for a broken character of the tokens before comes first, and is not this token's.
+            own = len(label) if text.endswith(label) else len(text)
+            labels.append(label)
+            offsets.append(self._offset + len(text) - own)
+            self._offset += len(text)
             if score is None:
                 logprobs.append(None)
                 tops.append(None)

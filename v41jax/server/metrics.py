@@ -33,6 +33,9 @@ _COUNTERS = {
     "rows_saved": ("rows_saved", "Decoder rows that bounded replay left out."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests, reused ones included."),
     "hit_tokens": ("prefix_hit_tokens", "Prompt tokens whose pages were reused."),
+    "prompt_images": ("prompt_images", "Images of admitted requests, reused ones included."),
+    "hit_images": ("prefix_hit_images", "Images of admitted requests whose pages were all reused."),
+    "vision_encoded": ("images_encoded", "Images that went through the vision tower."),
     "output_tokens": ("generated_tokens", "Tokens generated."),
     "preemptions": ("preemptions", "Times a running request was sent back to the queue."),
     "aborted": ("requests_aborted", "Requests that were cancelled."),
@@ -41,7 +44,17 @@ _COUNTERS = {
     "draft_tokens": ("draft_tokens", "Tokens drafted."),
     "accepted_tokens": ("accepted_draft_tokens", "Drafted tokens that were accepted."),
     "recompiles_after_warm_up": ("recompiles", "Programs compiled after warm-up."),
+    "draft_calls": ("draft_calls", "Calls of the draft model."),
+    "verified_blocks": ("verified_blocks", "Decode steps of single requests, each with the proposals it verified."),
+    "verify_seconds": ("verify_seconds", "From the dispatch of decode steps with drafts to their tokens."),
+    "draft_seconds": ("draft_seconds", "From the tokens of a step to the block drafted after it."),
 }
+_LISTS = {
+    "offered_by_position": ("offered_draft_tokens_by_position", "Drafted tokens verified.", "position", 1),
+    "accepted_by_position": ("accepted_draft_tokens_by_position", "Drafted tokens accepted.", "position", 1),
+    "accepted_lengths": ("verified_blocks_by_accepted_length", "Verified blocks.", "accepted", 0),
+}
+"""Lists: name, text, label, and the label's value of the first entry."""
 
 
 _TRANSFERS = {
@@ -101,6 +114,12 @@ class _EngineTotals:
         for key, (name, text) in _COUNTERS.items():
             if key in values:
                 yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=values[key])
+        for key, (name, text, label, first) in _LISTS.items():
+            if key in values:
+                family = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=[label])
+                for number, value in enumerate(values[key], first):
+                    family.add_metric([str(number)], value)
+                yield family
         if "tiers" in values:
             yield from _tier_metrics(values)
 

@@ -1,0 +1,202 @@
+"""`DraftRunner`: a `ModelRunner` whose decode steps verify proposals, and which drafts the next ones.
+
+One compiled call verifies and commits, one drafts. Which proposals a step verifies is the scheduler's decision, when to
+draft is the engine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import backend
+from scheduler.batch import BatchStep, EngramRows
+from scheduler.buckets import StepShape
+from scheduler.pools import Pools
+from v41jax.draft_parameters import DraftParameters
+from v41jax.dspark import DraftBlock, check_draft
+from v41jax.model import ModelSetup
+from v41jax.parameters import Parameters
+from v41jax.runner import (
+    CompiledStep,
+    ModelRunner,
+    StepOutput,
+    StepSampling,
+    abstract,
+    choose_tokens,
+    sampling_inputs,
+    temporary_bytes,
+)
+from v41jax.sampling import SamplingInputs
+from v41jax.speculative_steps import context_step, draft_step, verify_step
+
+Array = jax.Array
+
+
+class DraftingWeights(NamedTuple):
+    """Weights of a target and its draft."""
+
+    target: Parameters
+    draft: DraftParameters
+
+
+def serve_prefill(
+    weights: DraftingWeights,
+    pools: Pools,
+    adjustments: Array,
+    batch: BatchStep,
+    engram_rows: EngramRows,
+    sampling: StepSampling,
+    image_embeddings: Array | None = None,
+    *,
+    setup: ModelSetup,
+) -> tuple[Pools, Array, StepOutput]:
+    """`runner.serve_step` of a prefill that leaves the draft its context."""
+    pools, output = context_step(
+        weights.target,
+        weights.draft,
+        pools,
+        batch,
+        engram_rows,
+        setup=setup,
+        image_embeddings=image_embeddings,
+        keep_flow=sampling.targets is not None,
+    )
+    return choose_tokens(weights.target, pools, adjustments, batch, output, sampling, setup=setup)
+
+
+def serve_verify(
+    weights: DraftingWeights,
+    pools: Pools,
+    adjustments: Array,
+    batch: BatchStep,
+    engram_rows: EngramRows,
+    sampling: StepSampling,
+    *,
+    setup: ModelSetup,
+) -> tuple[Pools, Array, StepOutput]:
+    """`runner.serve_step` of a decode step with proposals: `verify_step`."""
+    pools, adjustments, output = verify_step(
+        *weights, pools, adjustments, batch, engram_rows, sampling.inputs, sampling.edits, sampling.scored, setup=setup
+    )
+    return (
+        pools,
+        adjustments,
+        StepOutput(output.verified.tokens, output.logits, output.cursor_mismatch, output.scores, None),
+    )
+
+
+def serve_draft(
+    weights: DraftingWeights,
+    pools: Pools,
+    slots: Array,
+    live: Array,
+    sampling: SamplingInputs,
+    *,
+    setup: ModelSetup,
+    confidence: bool,
+) -> DraftBlock:
+    """`draft_step` with the weights of a runner."""
+    return draft_step(*weights, pools, slots, live, sampling, setup=setup, confidence=confidence)
+
+
+class DraftRunner(ModelRunner):
+    """Runs prefill, verify and draft calls.
+
+    Attributes:
+      draft_parameters: weights of the draft.
+      confidence: draft calls report confidences.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        setup: ModelSetup,
+        draft_parameters: DraftParameters,
+        *,
+        confidence: bool = False,
+        **options: Any,
+    ):
+        """Allocates the pools.
+
+        Args:
+          params: weights of the target.
+          setup: what the forward is specialized on; its pools have draft windows.
+          draft_parameters: weights of the draft.
+          confidence: draft calls report confidences, for dynamic verification lengths.
+          options: of `ModelRunner`.
+
+        Raises:
+          ValueError: a model or pools that drafting cannot work with; see `check_draft`.
+        """
+        check_draft(setup)
+        super().__init__(params, setup, **options)
+        self.draft_parameters = draft_parameters
+        self.confidence = confidence
+        self._draft_programs: dict[int, CompiledStep] = {}
+
+    @property
+    def weights(self) -> DraftingWeights:
+        """Of target and draft."""
+        return DraftingWeights(self.params, self.draft_parameters)
+
+    def step_function(self, shape: StepShape) -> Callable[..., tuple[Pools, Array, StepOutput]]:
+        """See `ModelRunner.step_function`."""
+        return functools.partial(serve_verify if shape.verifies else serve_prefill, setup=self.setup)
+
+    @property
+    def programs(self) -> Sequence[CompiledStep]:
+        """See `ModelRunner.programs`."""
+        return [*super().programs, *self._draft_programs.values()]
+
+    def summary(self) -> dict[str, Any]:
+        """See `ModelRunner.summary`."""
+        draft_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.draft_parameters))
+        return {**super().summary(), "draft_weight_bytes": draft_bytes, "confidence": self.confidence}
+
+    def warm_up_drafts(self, requests: Iterable[int]) -> None:
+        """Compiles draft calls of these batch sizes ahead; before `warm_up`, which declares the set complete."""
+        if self._execution == "FULL":
+            for count in requests:
+                self._draft_program(count)
+
+    def draft(self, requests: int, slots: Sequence[int], sampling: SamplingInputs) -> DraftBlock:
+        """Dispatches one draft call for slots whose newest token is in the pools.
+
+        Args:
+          requests: batch size of the program.
+          slots: of the requests, no more than that.
+          sampling: [requests] per request; greedy ones get the likeliest proposals, others are drawn with the noise
+            that their verification will use.
+
+        Returns:
+          Proposals by position in `slots`.
+        """
+        padded = np.zeros(requests, np.int32)
+        padded[: len(slots)] = slots
+        live = np.arange(requests) < len(slots)
+        if self._execution == "FULL":
+            return self._draft_program(requests).call(self.weights, self.pools, padded, live, sampling)
+        arguments = jax.tree.map(jnp.asarray, (padded, live, sampling))
+        return serve_draft(self.weights, self.pools, *arguments, setup=self.setup, confidence=self.confidence)
+
+    def _draft_program(self, requests: int) -> CompiledStep:
+        if requests in self._draft_programs:
+            return self._draft_programs[requests]
+        self.note_compilation(f"a draft for {requests} requests")
+        began = time.perf_counter()
+        step = functools.partial(serve_draft, setup=self.setup, confidence=self.confidence)
+        rows = jax.ShapeDtypeStruct((requests,), np.int32), jax.ShapeDtypeStruct((requests,), np.bool_)
+        arguments = (abstract(self.weights), abstract(self.pools), *rows, abstract(sampling_inputs([], requests)))
+        with backend.recording(self._operations):
+            lowered = jax.jit(step).lower(*arguments)
+        executable = lowered.compile()
+        program = CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
+        self._draft_programs[requests] = program
+        return program
