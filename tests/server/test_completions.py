@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.helpers import forced, servers
+from v41jax.server.logprobs import token_label
 
 TEXT = "Once upon a time there was a"
 
@@ -83,9 +84,9 @@ def test_a_prompt_scores_as_it_was_generated(client, engine):
 
 
 def _ids(engine, label):
-    """Ids whose bytes are those of a token's label."""
+    """Ids whose label is this one."""
     for token in range(engine.tokenizer.vocab_size):
-        if engine.tokenizer.token_bytes(token) == label.encode():
+        if token_label(engine.tokenizer, token) == label:
             yield token
 
 
