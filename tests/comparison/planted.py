@@ -109,12 +109,13 @@ def swapped_hash_columns(patch, subject):
 
 
 def scales_along_the_wrong_axis(patch, subject):
-    """The block scales of `wkv`, laid out column by column."""
+    """The block scales of `wq_b`, laid out column by column; those of smaller matrices are all equal here."""
 
     def change(layer):
-        wkv = layer.attention.wkv
-        scales = wkv.scales.swapaxes(-1, -2).reshape(wkv.scales.shape)
-        return layer._replace(attention=layer.attention._replace(wkv=wkv._replace(scales=scales)))
+        wq_b = layer.attention.wq_b
+        scales = wq_b.scales.swapaxes(-1, -2).reshape(wq_b.scales.shape)
+        assert (scales != wq_b.scales).any()
+        return layer._replace(attention=layer.attention._replace(wq_b=wq_b._replace(scales=scales)))
 
     _change_weights(patch, subject, change)
 
@@ -138,6 +139,6 @@ FAULTS: dict[str, tuple[Plant, int, str]] = {
     "a rope position": (rotated_at_the_last_token, 2, "compressed_kv"),
     "a missing clamp": (missing_clamp, 0, "shared_hidden"),
     "a hash column": (swapped_hash_columns, 1, "engram_row_ids"),
-    "a scale axis": (scales_along_the_wrong_axis, 0, "window_kv"),
+    "a scale axis": (scales_along_the_wrong_axis, 0, "query"),
 }
 """Name -> how it is planted, and the layer and operation that must be found."""
