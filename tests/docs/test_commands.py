@@ -39,6 +39,9 @@ ELSEWHERE = {
     "v41jax serve --model DIR --host-cache-bytes 64000000000 --disk-cache-dir /var/cache/v41jax "
     "--disk-cache-bytes 500000000000 --shared-cache-url redis://store:6379/0": SERVES,
     "v41jax bench --model DIR --batches 1,8 --contexts 512": "tests/commands/test_bench.py runs a smaller one",
+    "v41jax bench --model DIR --batches 1,8,32 --contexts 512,8192 --new-tokens 64 [engine options]": (
+        "tests/commands/test_bench.py runs a smaller one"
+    ),
     "v41jax serve --model DIR --port 8000 --kernels xla": SERVES,
     "v41jax serve --model DIR --port 8000 --kernels auto": SERVES,
     "v41jax bench serve --url http://HOST:8000 --requests 200 --rate 4 --shared-words 1000 --prefixes 4": (
@@ -49,7 +52,14 @@ ELSEWHERE = {
     'v41jax generate --model /tmp/tiny --prompt "A page holds" --max-tokens 16 --max-model-len 1024': (
         "needs the real tokenizer's vocabulary: `make demo` generates from text"
     ),
-    "python -m v41jax.comparison.ledger --out docs/numerics.md": "tests/comparison/test_ledger.py measures the same",
+    "v41jax serve --model DIR --speculative-method dspark --num-speculative-tokens 5": SERVES,
+    "v41jax generate --model DIR --prompt TEXT --speculative-method dspark --num-speculative-tokens 5": (
+        "needs a checkpoint with a draft: tests/acceptance/test_speculation.py runs the same options"
+    ),
+    "v41jax calibrate --model DIR --out profile.json --prompts typical.jsonl [the options of serve, with speculation]": (
+        "needs a checkpoint with a draft: tests/dspark/test_confidence_profile.py measures one"
+    ),
+    "v41jax serve --model DIR [the same options] --dynamic-verify-lengths --calibration-profile profile.json": SERVES,
     "python -m v41jax.notebook_pages": "tests/docs/test_notebooks.py executes every notebook",
     "python -m pytest -q tests/compile_gates/test_index_tpu.py": "is a test",
     "python -m pytest -q tests/compile_gates/test_index_gpu.py": "is a test",
