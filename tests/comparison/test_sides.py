@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pallas_kernels.backend import KernelUnsupportedError
 from tests.helpers import golden
 from v41jax.comparison.run import FREE, compare
 
@@ -29,10 +30,15 @@ def test_a_recording_made_elsewhere_is_a_side(sides):
         left.observe(left.ids[1:])
 
 
-@pytest.mark.parametrize("right", ["xla:quant,packed", "xla:quant,weights=stored", "pallas:quant"])
+@pytest.mark.parametrize("right", ["xla:quant,packed", "xla:quant,weights=stored"])
 def test_other_ways_to_store_and_compute_are_no_departure(right, sides, prompt):
     result = compare(sides("xla:quant", FIVE), sides(right, FIVE), [prompt[:24]], end=False, until=3)
     assert result.first is None, result.first
+
+
+def test_a_kernel_that_takes_no_float32_is_named(sides, prompt):
+    with pytest.raises(KernelUnsupportedError, match="sparse_attention: no Pallas kernel, it computes in bfloat16"):
+        sides("pallas:quant", FIVE).observe(prompt[:24], until=1)
 
 
 def test_another_index_plane_departs_at_the_index_keys(sides, prompt):
