@@ -58,6 +58,8 @@ def test_unknown_paths_and_methods_are_answered_in_the_same_form(http):
     for answer in (http.get("/v1/nothing"), http.get("/v1/chat/completions")):
         assert answer.status_code in (404, 405)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert http.get("/v1/chat/completions").headers["allow"] == "POST"
+    assert http.head("/health").status_code == 200
 
 
 def test_metrics_tell_what_the_engine_did(http, client, server):

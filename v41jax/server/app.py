@@ -100,6 +100,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
         """Text of ids."""
         return await _answer(service, request, _encoded(information.detokenize))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """Whether the server takes requests."""
