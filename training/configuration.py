@@ -101,9 +101,7 @@ def configuration(
     text.update(_TEXT)
     if toy:
         text.update(_TOY)
-    text.update(
-        vocab_size=vocabulary, engram_compressed_vocab_size=compressed, dspark_noise_token_id=noise_token
-    )
+    text.update(vocab_size=vocabulary, engram_compressed_vocab_size=compressed, dspark_noise_token_id=noise_token)
     text["engram_num_embeddings"] = list(
         engram_rows(
             tuple(text["engram_layer_ids"]),

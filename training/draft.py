@@ -96,7 +96,7 @@ def draft(
         projected = layers.project(layer, layer.norm(collapse(streams, pre_mix), "attn_norm"), angles)
         context = keys[stage][sequence[:, None], back]
         seen = jnp.concatenate([context, projected.keys.reshape(rows, width, -1)], axis=1)
-        heads = _attend(projected.query, seen, visible, layer.get("attn.attn_sink"), text.head_dim**-0.5)
+        heads = block_attention(projected.query, seen, visible, layer.get("attn.attn_sink"), text.head_dim**-0.5)
         streams = expand(layers.output(layer, heads, angles), streams, coefficients)
         streams, pre_mix, _ = layers.feed_forward(layer, streams, coefficients.pre)
     last = f"mtp.{text.num_nextn_predict_layers - 1}"
@@ -110,8 +110,8 @@ def draft(
     return DraftOutput(logits.reshape(rows, width, -1), confidence.reshape(rows, width))
 
 
-def _attend(query: Array, keys: Array, visible: Array, sink: Array, scale: float) -> Array:
-    """Every row of a block sees all of its keys: query [R * T, H, d], keys [R, K, d], visible [R, K]."""
+def block_attention(query: Array, keys: Array, visible: Array, sink: Array, scale: float) -> Array:
+    """Attention whose `T` queries a row see all of its keys: query [R * T, H, d], keys [R, K, d], visible [R, K]."""
     rows, _, width = keys.shape
     heads = query.shape[1]
     scores = contract("rqd,rkd->rqk", query.reshape(rows, -1, width), keys) * scale

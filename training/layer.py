@@ -19,7 +19,7 @@ from v41jax.config import TextConfig
 from v41jax.layers.engram import EngramWeights, gates
 from v41jax.layers.hyper_connections import Mixes, MixWeights, collapse, expand, mixes
 from v41jax.layers.linear import LinearWeight
-from v41jax.layers.moe import Routing, RouterWeights, route, swiglu
+from v41jax.layers.moe import RouterWeights, Routing, route, swiglu
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable, rotate
 from v41jax.precision import Precision

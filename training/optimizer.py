@@ -64,4 +64,6 @@ def update(state: TrainState, gradients: Masters, rate: Array) -> TrainState:
 
 def _decays(name: str, master: Array) -> bool:
     """Matrices decay, but for embeddings, tables and the mixes."""
-    return master.ndim >= 2 and "embed" not in name and "hc_" not in name and not name.endswith(("q_weight", "k_weight"))
+    return (
+        master.ndim >= 2 and "embed" not in name and "hc_" not in name and not name.endswith(("q_weight", "k_weight"))
+    )

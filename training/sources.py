@@ -99,7 +99,12 @@ SOURCES = (
     Source("git-doc", "GPL-2", "documentation of Git", "text", ("usr/share/doc/git-doc/**/*.txt*",), 4_000_000),
     Source("vim-doc", "Vim licence", "the Vim manual", "html", ("usr/share/doc/vim/html/usr_*.html",)),
     Source(
-        "gnome-user-docs", "CC-BY-SA-3.0", "GNOME user documentation", "html", ("usr/share/help/C/**/*.page",), 4_000_000
+        "gnome-user-docs",
+        "CC-BY-SA-3.0",
+        "GNOME user documentation",
+        "html",
+        ("usr/share/help/C/**/*.page",),
+        4_000_000,
     ),
 )
 
