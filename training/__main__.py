@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="wall time of each phase that trains")
     parser.add_argument("--batch", type=int, default=32, help="sequences of a step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--inner", type=int, default=10, help="steps of one call from the host")
     parser.add_argument("--generated", type=int, default=2048, help="continuations made for the draft")
     parser.add_argument("--windows", type=int, default=512, help="most held-out windows that are measured")

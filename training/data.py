@@ -111,7 +111,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], dialogues: bool) -> NDArr
 
 
 def prepare(out: Path, cache: Path) -> dict[str, object]:
-    """Writes `tokenizer.json`, `train.npz`, `heldout.npz` (uint16 streams) and `data.json`; returns the last one's content."""
+    """Writes `tokenizer.json`, `train.npz`, `heldout.npz` (uint16 streams) and `data.json`, its result."""
     versions = fetch(cache)
     training: list[Document] = []
     held_out: list[Document] = []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from training.backbone import Setup, backbone, released_narrowing, whole
 from training.draft import context_keys, draft
-from training.objective import Constants, cross_entropy
+from training.objective import Constants
 from training.weights import Masters
 
 Array = jax.Array
@@ -28,13 +28,24 @@ def held_out_windows(stream: NDArray[np.uint16], length: int, batch: int, begin:
 
 
 def bits_per_byte(
-    logits: Callable[[Array], Array], windows: NDArray[np.int32], byte_lengths: NDArray[np.int32], batch: int
+    nats_of: Callable[[Masters, Array], Array],
+    weights: Masters,
+    windows: NDArray[np.int32],
+    byte_lengths: NDArray[np.int32],
+    batch: int,
 ) -> dict[str, float]:
-    """Mean nats a token and bits a byte over windows [n, L + 1]; tokens without text count nats and no bytes."""
-    measure = jax.jit(lambda ids: cross_entropy(logits(ids[:, :-1]), ids[:, 1:]))
+    """Mean nats a token and bits a byte over windows [n, L + 1]; tokens without text count nats and no bytes.
+
+    Args:
+      nats_of: (weights, ids [batch, L + 1]) -> nats [batch, L] of every token after the first.
+      weights: its first argument.
+      windows: from `held_out_windows`.
+      byte_lengths: [V] of every id.
+      batch: windows measured together.
+    """
     nats = 0.0
     for start in range(0, len(windows), batch):
-        nats += float(np.asarray(measure(jnp.asarray(windows[start : start + batch])), np.float64).sum())
+        nats += float(np.asarray(nats_of(weights, jnp.asarray(windows[start : start + batch])), np.float64).sum())
     targets = windows[:, 1:]
     return {
         "nats_a_token": nats / targets.size,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,9 @@ from v41jax.config import ModelConfig
 from v41jax.quantization_numpy import pack_nibbles
 
 _QUANTIZERS = {
-    Role.DENSE_WEIGHT: quantize_dense,
-    Role.EXPERT_WEIGHT: quantize_expert,
-    Role.TABLE_WEIGHT: quantize_table,
+    Role.DENSE_WEIGHT: jax.jit(quantize_dense),
+    Role.EXPERT_WEIGHT: jax.jit(quantize_expert),
+    Role.TABLE_WEIGHT: jax.jit(quantize_table),
 }
 _WEIGHT_OF_SCALE = {
     Role.DENSE_SCALE: Role.DENSE_WEIGHT,
@@ -36,7 +37,7 @@ def stored(name: str, spec: TensorSpec, masters: Masters) -> NDArray[Any]:
     role = _WEIGHT_OF_SCALE.get(spec.role, spec.role)
     weight = name.removesuffix(".scale") + ".weight" if spec.role.is_scale else name
     stack = stacked_name(weight)
-    master = masters[weight] if stack is None else masters[stack[0]][stack[1]]
+    master = masters[weight] if stack is None else np.asarray(masters[stack[0]])[stack[1]]
     if role is Role.PLAIN:
         return np.asarray(master).astype(np.float32 if spec.dtype == "F32" else ml_dtypes.bfloat16)
     codes, scales = (np.asarray(part) for part in _QUANTIZERS[role](master))

@@ -50,8 +50,10 @@ def _learned(masters: Masters) -> Masters:
 
 
 def update(state: TrainState, gradients: Masters, rate: Array) -> TrainState:
-    """One step; masters without a gradient stay as they are."""
+    """One step; router biases stay as they are, and a gradient that is not finite counts as zero."""
     learned = _learned(state.masters)
+    finite = jnp.isfinite(optax.global_norm(_learned(gradients)))
+    gradients = jax.tree.map(lambda gradient: jnp.where(finite, gradient, 0.0), gradients)
     steps, moments = transformation().update(_learned(gradients), state.moments, learned)
     masters = dict(state.masters)
     for name, step in steps.items():

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,10 @@ from v41jax.protocol.tokens import IMAGE
 from v41jax.token_map import build_token_map
 
 Array = jax.Array
-Step = Callable[[TrainState, Constants, Schedule], tuple[TrainState, Array]]
+Step = Callable[[TrainState, Any, Schedule], tuple[TrainState, Array]]
 
 SAVE_EVERY_S = 120.0
-ENDING_S = 8.0
+ENDING_S = 12.0
 """Kept free at the end of a phase for its last state."""
 WARM_UP_STEPS = 200
 NARROW_FROM, NARROW_TO = 0.10, 0.35
@@ -71,7 +72,7 @@ class Options:
     seconds: float | None = None
     batch: int = 32
     length: int = 1024
-    rate: float = 3e-3
+    rate: float = 2e-3
     inner: int = 10
     generated: int = 2048
     windows: int = 512
@@ -131,7 +132,6 @@ class Run:
         self._train(
             "replay", lambda: self._carried("target"), self._target_step(), self._last_schedule, 150, carried="target"
         )
-        self._log_held_out("replay", self._target_logits(self._carried("replay")))
 
     def cooldown(self) -> None:
         """Last phase of the baseline: falling rate."""
@@ -143,17 +143,15 @@ class Run:
             150,
             carried="baseline",
         )
-        self._log_held_out("cooldown", self._baseline_logits(self._carried("cooldown")))
 
     def draft(self) -> None:
         """The draft stages, Markov head and confidence head, from the frozen target."""
         generated = self._generated(self.constants.stream, self.options.generated, self.options.seed + 1)
-        frozen = self._frozen()
-        batch, length = self.options.batch, self.options.length // 2
+        teacher = Teacher(self.constants, self._frozen(), generated)
         step = functools.partial(
-            draft_step, frozen=frozen, generated=generated, setup=self.setup, batch=batch, length=length
+            draft_step, setup=self.setup, batch=self.options.batch, length=self.options.length // 2
         )
-        self._train("draft", lambda: self._masters(("draft",)), step, self._draft_schedule, 150)
+        self._train("draft", lambda: self._masters(("draft",)), step, self._draft_schedule, 150, constants=teacher)
 
     def export(self) -> None:
         """`nano/` under the output directory, in the released layout."""
@@ -165,11 +163,11 @@ class Run:
 
     def evaluate(self) -> None:
         """Held-out bits per byte of target and baseline, and tokens a step of the draft on held-out prompts."""
-        results = {"target": self._log_held_out("replay", self._target_logits(self._carried("replay")))}
-        results["target_training"] = self._log_held_out("target", self._target_logits(self._carried("target")))
-        for name in ("baseline", "cooldown"):
-            if (masters := self._carried(name, needed=False)) is not None:
-                results[name] = self._log_held_out(name, self._baseline_logits(masters))
+        results: dict[str, object] = {}
+        for phase in ("target", "replay"):
+            results[phase] = self._held_out(phase, self._target_nats)
+        for phase in ("baseline", "cooldown"):
+            results[phase] = self._held_out(phase, self._baseline_nats)
         generated = self._generated(jnp.asarray(self.held_out), min(256, self.options.generated), self.options.seed + 2)
         frozen = {**self._frozen(), **self._draft_weights(self._carried("draft"))}
         results["draft"] = acceptance(frozen, generated, PROMPT, self.constants, setup=self.setup)
@@ -206,6 +204,7 @@ class Run:
         schedule: Callable[[float, int], Schedule],
         seconds: float,
         carried: str | None = None,
+        constants: Any = None,
     ) -> None:
         """Steps until the phase's seconds are over; moments of the phase `carried` from are taken along."""
         options = self.options
@@ -214,12 +213,12 @@ class Run:
         states = States(options.out / "states" / phase)
         state = start(masters(), options.seed)
         state = states.newest(state) or (self._state_of(carried, state) if carried else None) or state
-        constants = self.constants
+        constants = self.constants if constants is None else constants
         if phase in ("baseline", "cooldown"):
             constants = constants._replace(plain=self.baseline_table)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def several(state: TrainState, constants: Constants, schedule: Schedule) -> tuple[TrainState, Array]:
+        def several(state: TrainState, constants: Any, schedule: Schedule) -> tuple[TrainState, Array]:
             state, metrics = jax.lax.scan(
                 lambda carry, _: step(carry, constants, schedule), state, None, length=options.inner
             )
@@ -256,9 +255,9 @@ class Run:
                 saved = time.perf_counter()
         for number, used, values in pending:
             self._log_step(phase, number, used, np.asarray(values), time.perf_counter() - began)
+        save_snapshot(options.out / "snapshots", phase, state.masters)
         states.save(state)
         states.close()
-        save_snapshot(options.out / "snapshots", phase, state.masters)
         self.log(phase=phase, done=True, steps=count, elapsed=round(time.perf_counter() - began, 1))
 
     def _log_step(self, phase: str, step: int, schedule: Schedule, values: np.ndarray, elapsed: float) -> None:
@@ -345,48 +344,69 @@ class Run:
 
     # ---- held-out text ------------------------------------------------------------------------------------------
 
-    def _target_logits(self, masters: Masters) -> Callable[[Array], Array]:
+    @functools.cached_property
+    def _target_nats(self) -> Callable[[Masters, Array], Array]:
         setup = dataclasses.replace(self.setup, index_loss=False)
-        weights = serving_weights(masters, self.config, ("text",), setup.precision.activation_dtype)
-        constants = self.constants
+        constants, config = self.constants, self.config
 
         @jax.jit
-        def logits(weights: Masters, ids: Array) -> Array:
+        def nats(masters: Masters, ids: Array) -> Array:
+            weights = serving_weights(masters, config, ("text",), setup.precision.activation_dtype)
             output = backbone(
                 weights,
                 constants.tables,
                 constants.plain,
                 constants.yarn,
-                ids,
-                released_narrowing(self.config),
+                ids[:, :-1],
+                released_narrowing(config),
                 whole(ids.shape[0]),
                 0,
                 setup=setup,
             )
-            return head(weights, output.hidden)
+            return objective.cross_entropy(head(weights, output.hidden), ids[:, 1:])
 
-        return functools.partial(logits, weights)
+        return nats
 
-    def _baseline_logits(self, masters: Masters) -> Callable[[Array], Array]:
-        table = self.baseline_table
-        config = self.baseline_config
-        return functools.partial(jax.jit(lambda masters, ids: baseline_logits(masters, table, ids, config)), masters)
+    @functools.cached_property
+    def _baseline_nats(self) -> Callable[[Masters, Array], Array]:
+        table, config = self.baseline_table, self.baseline_config
+        return jax.jit(
+            lambda masters, ids: objective.cross_entropy(
+                baseline_logits(masters, table, ids[:, :-1], config), ids[:, 1:]
+            )
+        )
 
-    def _log_held_out(self, phase: str, logits: Callable[[Array], Array]) -> dict[str, float]:
+    def _held_out(self, phase: str, nats_of: Callable[[Masters, Array], Array]) -> dict[str, float] | None:
+        """Measures the masters a phase left; None when it did not run."""
+        masters = self._carried(phase, needed=False)
+        if masters is None:
+            return None
         batch = min(self.options.batch, 16)
         windows = held_out_windows(self.held_out, self.options.length, batch, BEGIN)[: self.options.windows]
-        result = bits_per_byte(logits, windows, self.byte_lengths, batch)
+        result = bits_per_byte(nats_of, masters, windows, self.byte_lengths, batch)
         self.log(phase=phase, held_out=True, **result)
         return result
 
 
+class Teacher(NamedTuple):
+    """What the draft learns from.
+
+    Attributes:
+      constants: of the run.
+      frozen: serving weights of the target.
+      generated: [n, L] its own greedy text.
+    """
+
+    constants: Constants
+    frozen: Masters
+    generated: Array
+
+
 def draft_step(
     state: TrainState,
-    constants: Constants,
+    teacher: Teacher,
     schedule: Schedule,
     *,
-    frozen: Masters,
-    generated: Array,
     setup: Setup,
     batch: int,
     length: int,
@@ -395,6 +415,7 @@ def draft_step(
 
     Metrics are those of `draft.draft_loss`, over both halves.
     """
+    constants, frozen, generated = teacher
     width = setup.config.text.dspark_block_size
     key = jax.random.fold_in(state.key, state.step)
     place, row, where = jax.random.split(key, 3)

@@ -89,11 +89,12 @@ def initial_masters(config: ModelConfig, scopes: Iterable[str], seed: int) -> Ma
 
 
 def serving_weights(masters: Masters, config: ModelConfig, scopes: Iterable[str], dtype: DTypeLike) -> Masters:
-    """What the forward reads: values of the stored formats, straight-through, matrices in the activation dtype.
+    """What the forward reads of some scopes: values of the stored formats, matrices in the activation dtype.
 
     Engram tables are left alone: their rows are rounded where they are gathered.
     """
     shapes = master_shapes(config, scopes)
+    masters = {name: masters[name] for name in shapes}
     result = {}
     for name, master in masters.items():
         role, stored = shapes[name][0].role, shapes[name][0].dtype
