@@ -7,7 +7,7 @@ from pathlib import Path
 
 from training.run import Options, Run
 
-PHASES = ("target", "baseline", "replay", "cooldown", "draft", "export", "evaluate")
+PHASES = ("target", "baseline", "replay", "cooldown", "matched", "draft", "export", "evaluate")
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def baseline_logits(masters: Masters, table: RopeTable, token_ids: Array, config
     dtype = jnp.bfloat16
     weights = {name: master.astype(dtype) for name, master in masters.items()}
     angles = RopeTable(jnp.tile(table.cos[:length], (batch, 1)), jnp.tile(table.sin[:length], (batch, 1)))
-    x = weights["embed.weight"][token_ids.reshape(-1)]
+    x = masters["embed.weight"][token_ids.reshape(-1)].astype(dtype)
     heads, width = config.heads, config.hidden_size // config.heads
 
     def norm(value: Array, name: str) -> Array:

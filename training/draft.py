@@ -103,7 +103,7 @@ def draft(
     hidden = collapse(streams, pre_mix)
     normed = rms_norm(hidden, weights[f"{last}.norm.weight"], text.rms_norm_eps)
     logits = contract("nd,vd->nv", normed, weights["head.weight"])
-    markov = weights[f"{last}.markov_head.embed.weight"][before.reshape(-1)]
+    markov = weights[f"{last}.markov_head.embed.weight"][before.reshape(-1)].astype(dtype)
     logits = logits + contract("nr,vr->nv", markov, weights[f"{last}.markov_head.head.weight"])
     inputs = jax.lax.stop_gradient(jnp.concatenate([hidden, markov], axis=1)).astype(jnp.float32)
     confidence = inputs @ weights[f"{last}.confidence_head.proj.weight"][0].astype(jnp.float32)

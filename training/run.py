@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from training.generation import generate
 from training.hashing import hash_tables
 from training.objective import Constants, Schedule
 from training.optimizer import TrainState, start, update
-from training.states import Log, States, load_snapshot, save_snapshot
+from training.states import Log, States, load_snapshot, save_snapshot, snapshot_step
 from training.weights import Masters, initial_masters, serving_weights
 from v41jax.layers.rope import RopeTable, build_table, plain_frequencies, yarn_frequencies
 from v41jax.protocol.tokens import IMAGE
@@ -144,6 +145,19 @@ class Run:
             carried="baseline",
         )
 
+    def matched(self) -> None:
+        """The dense baseline on exactly the batches the target saw, in their order, however little time that takes."""
+        snapshots = self.options.out / "snapshots"
+        last, total = snapshot_step(snapshots, "target"), snapshot_step(snapshots, "replay")
+
+        def schedule(fraction: float, step: int) -> Schedule:
+            first = self._first_schedule(1.0, step)
+            falling = max(1.0 - max(step - last, 0) / max(total - last, 1), 0.02)
+            return first._replace(rate=first.rate * falling)
+
+        masters = functools.partial(baseline.initial_masters, self.baseline_config, self.options.seed)
+        self._train("matched", masters, self._baseline_step(), schedule, 1e9, steps=total)
+
     def draft(self) -> None:
         """The draft stages, Markov head and confidence head, from the frozen target."""
         generated = self._generated(self.constants.stream, self.options.generated, self.options.seed + 1)
@@ -157,6 +171,8 @@ class Run:
         """`nano/` under the output directory, in the released layout."""
         masters = {**self._carried("replay"), **self._carried("draft")}
         directory = self.options.out / "nano"
+        if directory.is_dir():
+            shutil.rmtree(directory)
         export(directory, self.config, masters, self.options.data / "tokenizer.json")
         size = sum(path.stat().st_size for path in directory.iterdir())
         self.log(phase="export", directory=str(directory), bytes=size)
@@ -166,11 +182,11 @@ class Run:
         results: dict[str, object] = {}
         for phase in ("target", "replay"):
             results[phase] = self._held_out(phase, self._target_nats)
-        for phase in ("baseline", "cooldown"):
+        for phase in ("baseline", "cooldown", "matched"):
             results[phase] = self._held_out(phase, self._baseline_nats)
         generated = self._generated(jnp.asarray(self.held_out), min(256, self.options.generated), self.options.seed + 2)
         frozen = {**self._frozen(), **self._draft_weights(self._carried("draft"))}
-        results["draft"] = acceptance(frozen, generated, PROMPT, self.constants, setup=self.setup)
+        results["draft"] = acceptance(frozen, generated, self._prompt, self.constants, setup=self.setup)
         self.log(phase="evaluate", **results["draft"])
         (self.options.out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -205,16 +221,20 @@ class Run:
         seconds: float,
         carried: str | None = None,
         constants: Any = None,
+        steps: int | None = None,
     ) -> None:
-        """Steps until the phase's seconds are over; moments of the phase `carried` from are taken along."""
+        """Steps until the phase's seconds are over, or as many as stated; the state of `carried` is taken along."""
         options = self.options
-        seconds = options.seconds or seconds
+        seconds = seconds if steps is not None else options.seconds or seconds
         began = time.perf_counter()
         states = States(options.out / "states" / phase)
         state = start(masters(), options.seed)
+        if carried:
+            step_before = snapshot_step(options.out / "snapshots", carried)
+            state = state._replace(step=jnp.asarray(step_before, jnp.int32))
         state = states.newest(state) or (self._state_of(carried, state) if carried else None) or state
         constants = self.constants if constants is None else constants
-        if phase in ("baseline", "cooldown"):
+        if phase in ("baseline", "cooldown", "matched"):
             constants = constants._replace(plain=self.baseline_table)
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -231,7 +251,9 @@ class Run:
         warm, compiled = False, began
         while True:
             now = time.perf_counter()
-            if now - began + longest + ENDING_S > seconds and count > first:
+            if count > first and now - began + longest + ENDING_S > seconds:
+                break
+            if steps is not None and count >= steps:
                 break
             # Compilation is not training: the schedule's clock starts after it.
             fraction = (now - compiled) / max(seconds - ENDING_S - (compiled - began), 1.0) if warm else 0.0
@@ -255,7 +277,7 @@ class Run:
                 saved = time.perf_counter()
         for number, used, values in pending:
             self._log_step(phase, number, used, np.asarray(values), time.perf_counter() - began)
-        save_snapshot(options.out / "snapshots", phase, state.masters)
+        save_snapshot(options.out / "snapshots", phase, state.masters, count)
         states.save(state)
         states.close()
         self.log(phase=phase, done=True, steps=count, elapsed=round(time.perf_counter() - began, 1))
@@ -320,6 +342,11 @@ class Run:
     def _draft_weights(self, masters: Masters) -> Masters:
         return serving_weights(masters, self.config, ("draft",), self.setup.precision.activation_dtype)
 
+    @property
+    def _prompt(self) -> int:
+        """Tokens given before a continuation."""
+        return min(PROMPT, self.options.length // 8)
+
     def _generated(self, stream: Array, count: int, seed: int) -> Array:
         """Greedy continuations of windows of a stream, [count, length / 2]."""
         frozen = self._frozen()
@@ -337,7 +364,7 @@ class Run:
         began = time.perf_counter()
         for number in range(0, count, batch):
             key = jax.random.fold_in(jax.random.PRNGKey(seed), number)
-            prompts, _ = objective.sample(stream, key, batch, min(PROMPT, length // 2))
+            prompts, _ = objective.sample(stream, key, batch, self._prompt)
             parts.append(np.asarray(some(frozen, prompts)))
         self.log(phase="generate", sequences=count, elapsed=round(time.perf_counter() - began, 1))
         return jnp.asarray(np.concatenate(parts)[:count])

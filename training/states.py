@@ -47,8 +47,8 @@ class States:
         self._manager.close()
 
 
-def save_snapshot(directory: Path, name: str, masters: Masters) -> None:
-    """Masters in bfloat16, as `{name}-{number}.npz`, each below `SNAPSHOT_BYTES`."""
+def save_snapshot(directory: Path, name: str, masters: Masters, step: int) -> None:
+    """Masters in bfloat16, as `{name}-{number}.npz`, each below `SNAPSHOT_BYTES`, and the step in `{name}.json`."""
     directory.mkdir(parents=True, exist_ok=True)
     parts: list[dict[str, Any]] = [{}]
     size = 0
@@ -61,6 +61,12 @@ def save_snapshot(directory: Path, name: str, masters: Masters) -> None:
         size += value.nbytes
     for number, part in enumerate(parts):
         np.savez(directory / f"{name}-{number}.npz", **part)
+    (directory / f"{name}.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+
+
+def snapshot_step(directory: Path, name: str) -> int:
+    """The step a snapshot was taken at."""
+    return int(json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))["step"])
 
 
 def load_snapshot(directory: Path, name: str) -> Masters | None:

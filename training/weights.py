@@ -103,7 +103,9 @@ def serving_weights(masters: Masters, config: ModelConfig, scopes: Iterable[str]
         elif role is Role.EXPERT_WEIGHT:
             result[name] = fake_expert(master).astype(dtype)
         elif role is Role.PLAIN and stored == "BF16":
-            result[name] = as_bfloat16(master).astype(dtype)
+            result[name] = as_bfloat16(master)
+            if not name.endswith("embed.weight"):  # whose gradient is a sum over rows, better kept in float32
+                result[name] = result[name].astype(dtype)
         else:
             result[name] = master
     return result
