@@ -182,15 +182,21 @@ def _sword(source: Source, root: Path) -> Iterator[Document]:
         ["mod2imp", *source.places], env={"SWORD_PATH": str(root / "usr/share/sword")}, capture_output=True, check=True
     ).stdout.decode("utf-8", errors="ignore")
     chapter, part = "", [""]
+    seen: set[str] = set()
     for entry in output.split("$$$")[1:]:
         name, _, markup = entry.partition("\n")
         here = name.strip().rpartition(":")[0]
         if here != chapter:
             yield chapter or "start", "\n".join(part)
             chapter, part = here, []
-        text = re.sub(r"\s+", " ", plain_text(markup)).strip()
-        if not part or part[-1] != text:  # a comment on several verses is listed at each of them
-            part.append(text)
+        kept = []
+        for paragraph in plain_text(markup).split("\n"):
+            paragraph = re.sub(r"\s+", " ", paragraph).strip()
+            # A comment on several verses is listed at each of them.
+            if paragraph and paragraph not in seen:
+                seen.add(paragraph)
+                kept.append(paragraph)
+        part.append(" ".join(kept))
     yield chapter, "\n".join(part)
 
 
