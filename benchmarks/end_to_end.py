@@ -8,7 +8,8 @@ checkpoint. Every cell plans its steps as the scheduler does and runs them throu
 
 One JSON line a cell: seconds of a step (median, the device's and the host's part), tokens per second, the bound of the
 step (bytes and operations counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run), the
-fraction reached, and what compiling took.
+fraction reached, and what compiling took. Where the device reports its kernels, `kernel_ms` is their sum and
+`largest_kernels` says which took how long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +29,7 @@ import numpy as np
 
 from benchmarks.provenance import provenance
 from benchmarks.random_model import random_parameters, random_pools
-from benchmarks.timing import Ceilings, measure_ceilings
+from benchmarks.timing import Ceilings, launched_kernels, measure_ceilings
 from scheduler.batch import EngramRows, Preparation
 from scheduler.batch_builder import build_batch_step
 from scheduler.buckets import Buckets, prefill_token_ladder
@@ -47,6 +49,8 @@ from v41jax.runner import ModelRunner, SamplingRow, sampling_inputs
 
 SECONDS_A_CELL = 2.0
 """Steps are repeated for about this long."""
+KERNELS_LISTED = 14
+"""Names in `largest_kernels`."""
 
 
 @dataclasses.dataclass
@@ -58,12 +62,14 @@ class Bench:
       runner: weights, pools and programs.
       rates: of the device.
       random: source of token ids and page orders.
+      looked_up: Engram rows by count; random bytes take longer to draw than a look-up takes.
     """
 
     config: ModelConfig
     runner: ModelRunner
     rates: Ceilings
     random: np.random.Generator
+    looked_up: dict[int, EngramRows] = dataclasses.field(default_factory=dict)
 
     @property
     def geometry(self) -> V41PoolGeometry:
@@ -134,6 +140,8 @@ class Bench:
 
     def engram_rows(self, count: int) -> EngramRows:
         """Table rows as a look-up would return them."""
+        if count in self.looked_up:
+            return self.looked_up[count]
         text = self.config.text
         shape = (count, (text.engram_max_ngram_size - 1) * text.engram_n_heads)
         layers = range(len(text.engram_layer_ids))
@@ -142,7 +150,7 @@ class Bench:
             self.random.integers(0, 256, (*shape, text.engram_head_dim), np.uint8) & np.uint8(0xF7) for _ in layers
         )
         scales = tuple(np.full((*shape, text.engram_head_dim // 32), 127, np.uint8) for _ in layers)
-        return EngramRows(codes=codes, scales=scales)
+        return self.looked_up.setdefault(count, EngramRows(codes=codes, scales=scales))
 
     def work(self, rows: Rows) -> Work:
         """The least work of a step."""
@@ -174,6 +182,7 @@ def decode_cell(bench: Bench, batch: int, context: int) -> dict[str, Any]:
         "context": context,
         "compile_s": round(compile_seconds, 1),
         **_against(bench, work, steps),
+        **_kernels(step),
         "host_ms": round(1e3 * host, 3),
         "tokens_per_s": round(batch / steps, 1),
     }
@@ -212,8 +221,28 @@ def prefill_cell(bench: Bench, prompt: int, chunk: int) -> dict[str, Any]:
         "chunk": chunk,
         "compile_s": round(compile_seconds, 1),
         **_against(bench, work, seconds),
+        **_kernels(forward),
         "host_ms": round(1e3 * host, 3),
         "tokens_per_s": round(prompt / seconds, 1),
+    }
+
+
+def _kernels(step: Callable[[], tuple[Any, float]]) -> dict[str, Any]:
+    """Sum of the kernel times of one call, and the largest by name without the number that XLA appends."""
+    launched = launched_kernels(lambda: step()[0])
+    if launched is None:
+        return {}
+    milliseconds: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for name, microseconds in launched:
+        kind = name.rstrip("_0123456789")
+        milliseconds[kind] += microseconds / 1e3
+        launches[kind] += 1
+    largest = [[name, launches[name], round(time, 3)] for name, time in milliseconds.most_common(KERNELS_LISTED)]
+    return {
+        "kernel_ms": round(sum(milliseconds.values()), 3),
+        "kernels": len(launched),
+        "largest_kernels": largest,
     }
 
 
@@ -302,7 +331,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(given)
     rates = measure_ceilings(small=jax.default_backend() == "cpu")
+    began = time.perf_counter()
     bench = build(arguments, rates)
+    jax.block_until_ready((bench.runner.params, bench.runner.pools))
     header = provenance() | {
         "benchmark": "end_to_end",
         "preset": arguments.preset,
@@ -310,6 +341,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "index_cache_dtype": arguments.index_cache_dtype,
         "copy_bytes_per_s": round(rates.bytes_per_second),
         "matmul_flops_per_s": round(rates.flops_per_second),
+        "setup_s": round(time.perf_counter() - began, 1),
         "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(bench.runner.params)),
     }
     for cell in cells(bench, arguments):

@@ -61,8 +61,8 @@ def _profiler() -> Any:
         return None
 
 
-def _kernel_times(run: Callable[[], Any]) -> list[float] | None:
-    """Kernel times in microseconds, in launch order, of everything `run` launches; None where they can't be had."""
+def launched_kernels(run: Callable[[], Any]) -> list[tuple[str, float]] | None:
+    """Name and microseconds, in launch order, of every kernel that `run` launches; None where they can't be had."""
     profiler = _profiler()
     if profiler is None or jax.default_backend() != "gpu":
         return None
@@ -71,7 +71,7 @@ def _kernel_times(run: Callable[[], Any]) -> list[float] | None:
         jax.block_until_ready(run())
     finally:
         timings = profiler._cupti_get_timings(False)
-    return [milliseconds * 1e3 for _, milliseconds in timings] or None
+    return [(name, milliseconds * 1e3) for name, milliseconds in timings] or None
 
 
 def _summary(samples: Sequence[float]) -> tuple[float, float]:
@@ -129,11 +129,11 @@ def time_calls(
         jax.block_until_ready(queue())
         walls.append((time.perf_counter() - start) / calls * 1e6)
     wall, wall_spread = _summary(walls)
-    kernels = _kernel_times(queue)
+    kernels = launched_kernels(queue)
     if kernels is None or len(kernels) % calls:
         return Timing(wall, wall_spread, wall, "wall", 0, 3 * calls)
     each = len(kernels) // calls
-    sums = [sum(kernels[i * each : (i + 1) * each]) for i in range(calls)]
+    sums = [sum(time for _, time in kernels[i * each : (i + 1) * each]) for i in range(calls)]
     middle, spread = _summary(sums)
     return Timing(middle, spread, wall, "kernels", each, calls)
 

@@ -1,5 +1,6 @@
-"""Process-wide test settings: CPU only, one compilation cache for the whole run."""
+"""Process-wide test settings: CPU only, one compilation cache for the whole run, quick compilation, bounded memory."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,10 +11,19 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Programs of tests run for milliseconds and compile for seconds: machine code is not optimized. What XLA fuses, how it
+# rounds and what it copies stay as they are; tests/compile_gates, whose subject is the compiled code, turn it back on.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Small float64 products: a second BLAS thread costs ten times the work it saves, and workers share the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import jax  # noqa: E402
+import psutil  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+CACHED_BYTES = 2 << 30
+"""Resident memory of a test process from which on it forgets traced and compiled functions between two modules."""
 
 settings.register_profile(
     "v41jax", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -28,3 +38,24 @@ def pytest_addoption(parser):
     group.addoption(
         "--every-prompt", action="store_true", help="trace all quantized golden prompts, not the short ones"
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_caches():
+    """JAX keeps every program of every module; another module uses none of the large ones."""
+    yield
+    if psutil.Process().memory_info().rss > CACHED_BYTES:
+        jax.clear_caches()
+        gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimized_gates(request):
+    """Compile gates judge the code that is served."""
+    if "compile_gates" not in request.path.parts:
+        yield
+        return
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

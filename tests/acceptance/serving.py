@@ -66,10 +66,10 @@ class OneShape(Buckets):
         return shape._replace(outputs=0 if empty else shape.requests)
 
     @classmethod
-    def of(cls, decode: tuple[int, ...] = (REQUESTS,)) -> OneShape:
+    def of(cls, decode: tuple[int, ...] = (REQUESTS,), rows: int = ROWS) -> OneShape:
         """The ladders of the acceptance scenarios."""
         pages = (MAX_LEN // PAGE,)
-        return cls(decode, (ROWS,), (REQUESTS,), pages, pages)
+        return cls(decode, (rows,), (REQUESTS,), pages, pages)
 
 
 class Watched:
@@ -160,6 +160,7 @@ class Serving:
       directory: checkpoint.
       decode: batch sizes of the decode programs.
       form: of the weights.
+      rows: of the only prefill shape.
       options: of `EngineConfig`, fixed for all scenarios.
 
     Attributes:
@@ -171,11 +172,12 @@ class Serving:
         directory: Path,
         decode: tuple[int, ...] = (REQUESTS,),
         form: WeightForm = "dequantized",
+        rows: int = ROWS,
         **options: Any,
     ):
         self.options = {
             "kv_cache_block_size": PAGE,
-            "max_num_batched_tokens": ROWS,
+            "max_num_batched_tokens": rows,
             "max_num_seqs": SLOTS,
             "max_model_len": MAX_LEN,
             "state_checkpoint_interval_tokens": PAGE,
@@ -195,7 +197,7 @@ class Serving:
         )
         self.view = ModelView.from_config(self.model.setup.config)
         self.geometry = config.geometry(self.view)
-        self.buckets = dataclasses.replace(OneShape.of(decode), verify_rows=(drafts + 1,) if drafts else ())
+        self.buckets = dataclasses.replace(OneShape.of(decode, rows), verify_rows=(drafts + 1,) if drafts else ())
         setup = dataclasses.replace(self.model.setup, geometry=self.geometry)
         pools = {"num_pages": PAGES, "num_slots": SLOTS, "num_images": PAGES // self.geometry.units_per_image}
         if drafts:
@@ -216,15 +218,16 @@ class Serving:
         """A scenario; see `Session`."""
         return Session(self, **options)
 
-    def expected(self, prompt: Sequence[int], count: int, *, decoder: bool = False) -> Expected:
-        """The first `count` tokens of a prompt that runs alone, prefilled in as few chunks as fit.
+    def expected(self, prompt: Sequence[int], count: int, *, decoder: bool = False, **options: Any) -> Expected:
+        """The first `count` tokens of a prompt that runs alone, prefilled in as few chunks as fit and are allowed.
 
         Args:
           prompt: ids.
           count: tokens.
           decoder: the decoder's switch; the encoder's has no effect without a hit.
+          options: of the session, which may limit its chunks.
         """
-        key = (tuple(prompt), decoder)
+        key = (tuple(prompt), decoder, *sorted(options.items()))
         known = self._expected.get(key)
         if known is None or len(known.tokens) < count:
             with self.undisturbed():
@@ -233,6 +236,7 @@ class Serving:
                     enable_prefix_caching=False,
                     encoder_swa_bounded_replay=False,
                     decoder_swa_bounded_replay=decoder,
+                    **options,
                 )
                 session.add(0, prompt, count)
                 tokens = session.run()[0].tokens
@@ -364,12 +368,17 @@ class Session:
     def restores(self) -> int:
         return sum(len(batch.ops.restores) for batch in self.log)
 
-    def assert_expected(self, *request_ids: Any, decoder: bool = False) -> None:
-        """The requests ended (all, if none is named) with the tokens and logits of uninterrupted runs."""
+    def assert_expected(self, *request_ids: Any, decoder: bool = False, **options: Any) -> None:
+        """The requests ended (all, if none is named) with the tokens and logits of uninterrupted runs.
+
+        Args:
+          request_ids: of them.
+          decoder, options: of those runs, see `Serving.expected`.
+        """
         for request_id in request_ids or self.finished:
             prompt, found = self._prompts[request_id], self.finished[request_id]
             if found.tokens:
-                expected = self.serving.expected(prompt, len(found.tokens), decoder=decoder)
+                expected = self.serving.expected(prompt, len(found.tokens), decoder=decoder, **options)
                 self.assert_equals(request_id, expected)
 
     def assert_equals(self, request_id: Any, expected: Expected) -> None:

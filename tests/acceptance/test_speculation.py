@@ -6,6 +6,7 @@ will follow, of a length drawn anew for every block, and wrong tokens after it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 
@@ -272,33 +273,40 @@ def test_constraints_hold_along_the_proposals(pair):
 
 
 def test_one_verify_call_and_one_draft_call_a_step(pair):
-    pair.play(batched, **OFF)  # compiles
-    session = pair.drafting.session(**OFF)
+    """A decode step is two calls, of programs that exist. A prefill drafts only when it gave some request a token."""
+    options = {**OFF, "long_prefill_token_threshold": PAGE}
+    pair.play(batched, **options)  # compiles
+    session = pair.drafting.session(**options)
     runner = pair.drafting.runner
     calls = []
     programs = {**runner._compiled, **runner._draft_programs}
+    steps = collections.Counter()
     try:
         for table in (runner._compiled, runner._draft_programs):
             for key, program in table.items():
 
                 def counted(*arguments, key=key, call=program.call):
-                    calls.append(key)
+                    calls.append("draft" if isinstance(key, int) else "verify" if key[0].verifies else "prefill")
                     return call(*arguments)
 
                 table[key] = dataclasses.replace(program, call=counted)
         session.add(0, random_prompt(40, 70), 12)
-        session.add(1, random_prompt(20, 71), 12)
         session.step()
+        session.add(1, random_prompt(20, 71), 12)
         while session.core.has_work:
-            before = len(calls)
+            called, logged = len(calls), len(session.log)
             session.step()
-            step = calls[before:]
-            if step:
-                assert len(step) == 2 and isinstance(step[1], int) and step[0][0].verifies, step
+            for batch in session.log[logged:]:
+                steps[batch.phase, bool(batch.output_requests.size)] += 1
+                made = ["verify" if batch.phase is Phase.DECODE else "prefill"]
+                assert calls[called:] == made + ["draft"] * bool(batch.output_requests.size)
+            assert len(session.log) - logged == bool(calls[called:])
+        assert {**runner._compiled, **runner._draft_programs}.keys() == programs.keys()
     finally:
         for table in (runner._compiled, runner._draft_programs):
-            table.update({key: programs[key] for key in table})
-    assert len(calls) > 10
+            table.update({key: programs[key] for key in table.keys() & programs.keys()})
+    assert calls[0] == "prefill" and calls[1] != "draft"
+    assert steps[Phase.PREFILL, True] >= 1 and steps[Phase.DECODE, True] > 8 and not steps[Phase.DECODE, False]
 
 
 @pytest.mark.parametrize("main", ["fp4", "bf16"])
