@@ -66,7 +66,7 @@ class Layer:
     def mixes(self, streams: Array, sublayer: str) -> Mixes:
         """Coefficients of one sublayer from the streams [N, S, D]."""
         parts = (self.get(f"hc_{sublayer}_{part}") for part in ("fn", "base", "scale"))
-        return mixes(streams, MixWeights(*parts), self.text)
+        return mixes(streams, MixWeights(*parts), self.text, "xla")
 
 
 def engram_update(layer: Layer, streams: Array, rows: Array) -> Array:
