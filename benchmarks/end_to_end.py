@@ -331,7 +331,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(given)
     rates = measure_ceilings(small=jax.default_backend() == "cpu")
+    began = time.perf_counter()
     bench = build(arguments, rates)
+    jax.block_until_ready((bench.runner.params, bench.runner.pools))
     header = provenance() | {
         "benchmark": "end_to_end",
         "preset": arguments.preset,
@@ -339,6 +341,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "index_cache_dtype": arguments.index_cache_dtype,
         "copy_bytes_per_s": round(rates.bytes_per_second),
         "matmul_flops_per_s": round(rates.flops_per_second),
+        "setup_s": round(time.perf_counter() - began, 1),
         "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(bench.runner.params)),
     }
     for cell in cells(bench, arguments):

@@ -7,7 +7,9 @@ chosen.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,9 +74,9 @@ def _weight(key: Array, name: str, shape: tuple[int, ...], dtype: Any, streams: 
         step = 1 / math.sqrt(inputs) / (E2M1_DEVIATION if packed else E4M3_DEVIATION)
         return jnp.full(shape, SCALE_ONE + round(math.log2(step)), dtype)
     if dtype == jnp.uint8:
-        return _blocks(lambda k, s: jax.random.bits(k, s, jnp.uint8), key, shape)
+        return _bytes(key, shape)
     if dtype == jnp.float8_e4m3fn:
-        return _blocks(lambda k, s: (E4M3_DEVIATION * jax.random.normal(k, s)).astype(dtype), key, shape)
+        return _normal(key, shape, dtype, E4M3_DEVIATION)
     if last in NORMS:
         return jnp.ones(shape, dtype)
     if last == "base":
@@ -84,7 +86,7 @@ def _weight(key: Array, name: str, shape: tuple[int, ...], dtype: Any, streams: 
     if last in ("bias", "bias_vl", "sink"):
         return jnp.zeros(shape, dtype)
     deviation = 1.0 if last == "embed" else deviation
-    return _blocks(lambda k, s: (deviation * jax.random.normal(k, s)).astype(dtype), key, shape)
+    return _normal(key, shape, dtype, deviation)
 
 
 def _mix_base(shape: tuple[int, ...], streams: int) -> Array:
@@ -94,11 +96,23 @@ def _mix_base(shape: tuple[int, ...], streams: int) -> Array:
     return jnp.asarray(base)
 
 
-def _blocks(draw: Any, key: Array, shape: tuple[int, ...]) -> Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _bytes(key: Array, shape: tuple[int, ...]) -> Array:
+    """Uniform bytes."""
+    return _in_blocks(lambda k, s: jax.random.bits(k, s, jnp.uint8), key, shape)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, shape: tuple[int, ...], dtype: Any, deviation: float) -> Array:
+    """Normal values rounded to `dtype`."""
+    return _in_blocks(lambda k, s: (deviation * jax.random.normal(k, s)).astype(dtype), key, shape)
+
+
+def _in_blocks(draw: Callable[..., Array], key: Array, shape: tuple[int, ...]) -> Array:
     """Draws along the leading axis in turn, whose float32 noise would not fit at once for a large stack."""
     if math.prod(shape) <= 1 << 28 or len(shape) < 2:
-        return jax.jit(draw, static_argnums=1)(key, shape)
-    return jax.jit(lambda keys: jax.lax.map(lambda k: draw(k, shape[1:]), keys))(jax.random.split(key, shape[0]))
+        return draw(key, shape)
+    return jax.lax.map(lambda k: draw(k, shape[1:]), jax.random.split(key, shape[0]))
 
 
 def _rows(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -106,9 +120,12 @@ def _rows(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return jnp.zeros(shape, dtype)
     if dtype == jnp.uint8:
         # 0x00 .. 0x77 and their negatives: finite as E4M3, any pair of E2M1 codes, E8M0 below 2^-7.
-        return _blocks(lambda k, s: jax.random.bits(k, s, jnp.uint8) & jnp.uint8(0xF7), key, shape)
+        return _finite_bytes(key, shape)
     if dtype == jnp.uint16:
-        return _blocks(
-            lambda k, s: jax.lax.bitcast_convert_type(jax.random.normal(k, s, jnp.bfloat16), jnp.uint16), key, shape
-        )
-    return _blocks(lambda k, s: jax.random.normal(k, s).astype(dtype), key, shape)
+        return jax.lax.bitcast_convert_type(_normal(key, shape, jnp.bfloat16, 1.0), jnp.uint16)
+    return _normal(key, shape, dtype, 1.0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _finite_bytes(key: Array, shape: tuple[int, ...]) -> Array:
+    return _bytes(key, shape) & jnp.uint8(0xF7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -67,6 +68,25 @@ def test_a_follower_does_what_process_0_does_in_order():
     assert sizes == [{"num_pages": 3}]
     assert [call[0] for call in runner.calls] == ["warm_up", "load_adjustments", "execute"]
     assert runner.calls[2][1:3] == ("shape", "batch")
+
+
+def test_a_follower_hears_signs_of_life_during_a_long_step(monkeypatch):
+    monkeypatch.setattr(multihost, "BEAT_S", 0.05)
+    monkeypatch.setattr(multihost, "SILENCE_S", 1.0)
+    hosts = Hosts(f"127.0.0.1:{free_port()}", 2, 1)
+    lost, runner = [], Recorder()
+    runner.warm_up = lambda shapes, *, images: time.sleep(3.0)
+    thread = threading.Thread(target=follow, args=(hosts, lambda given: runner, None, lost.append))
+    thread.start()
+    followers = Followers(hosts, lost.append)
+    followers.send("build", {})
+    followers.send("warm_up", (), False)
+    followers.send("load_adjustments", 1, [0.5])
+    thread.join(3.5)
+    followers.close()
+    thread.join(10)
+    assert lost == []
+    assert runner.calls == [("load_adjustments", 1, [0.5])]
 
 
 def test_the_end_of_a_connection_is_the_loss_of_a_process():

@@ -271,12 +271,12 @@ def draft_stage(
       Streams and pre-mix after the stage.
     """
     text, precision, kernels = draft_text(setup.config.text), setup.precision, setup.kernels
-    coefficients = mixes(streams, weights.attn_mix, text)
+    coefficients = mixes(streams, weights.attn_mix, text, kernels)
     normalized = rms_norm(collapse(streams, pre_mix), weights.attn_norm, text.rms_norm_eps)
     output = _attention(weights, normalized, rows, requests, pools, ring_offset, setup)
     streams = expand(output, streams, coefficients)
 
-    ffn = mixes(streams, weights.ffn_mix, text)
+    ffn = mixes(streams, weights.ffn_mix, text, kernels)
     normalized = rms_norm(collapse(streams, coefficients.pre), weights.ffn_norm, text.rms_norm_eps)
     output, _ = moe(
         normalized,

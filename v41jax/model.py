@@ -451,13 +451,13 @@ def block(
     if step.queries is not None:
         rows = step.queries.rows
         flow, normalized, quantized = take_rows((flow, normalized, quantized), step.queries.index)
-    coefficients = mixes(flow.streams, weights.attn_mix, text)
+    coefficients = mixes(flow.streams, weights.attn_mix, text, setup.kernels)
     output, flow, window = attention_sublayer(
         weights, topology, AttentionInputs(normalized, quantized, kv, rows), flow, pools, window, ring_offset, step
     )
     streams = expand(output, flow.streams, coefficients)
 
-    ffn = mixes(streams, weights.ffn_mix, text)
+    ffn = mixes(streams, weights.ffn_mix, text, setup.kernels)
     normalized = rms_norm(collapse(streams, coefficients.pre), weights.ffn_norm, text.rms_norm_eps)
     output, routing = moe(
         normalized,

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pickle
+import queue
 import sys
 import threading
 import time
@@ -140,7 +141,7 @@ class _Link:
         self._other = other
         self._on_lost = on_lost
         self._send_lock = threading.Lock()
-        self._heard = time.monotonic()
+        self._heard: float | None = None  # silence counts from the first message: process 0 may wait for others
         self._closing = False
 
     def send(self, message: Any) -> None:
@@ -180,7 +181,7 @@ class _Link:
             while not self._closing:
                 self.send(None)
                 time.sleep(BEAT_S)
-                silent = time.monotonic() - self._heard
+                silent = 0.0 if self._heard is None else time.monotonic() - self._heard
                 if silent > SILENCE_S and not self._closing:
                     self._lose(f"silent for {silent:.0f} s")
 
@@ -338,9 +339,21 @@ def follow(
     connection.send_bytes(pickle.dumps(hosts.process))
     link = _Link(connection, "process 0", on_lost)
     link.beat()
+    # Signs of life must be heard while a step compiles or runs, which takes longer than the silence that is a loss.
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def listen() -> None:
+        message: Any = ()
+        while message is not None and message[:1] != ("stop",):
+            message = link.receive()
+            if message == ("stop",):
+                link.expect_end()  # process 0 may close its end before the last step is through
+            messages.put(message)
+
+    threading.Thread(target=listen, name="v41jax-listen", daemon=True).start()
     runner: MeshRunner | None = None
     while True:
-        message = link.receive()
+        message = messages.get()
         if message is None or message[0] == "stop":
             link.close()
             return

@@ -1,7 +1,7 @@
 """Notebooks kept as text: executing them, and their rendered pages in `docs/notebooks/`.
 
     python -m v41jax.notebook_pages            # executes every notebook and writes its page
-    python -m v41jax.notebook_pages engram_rows_and_gates
+    python -m v41jax.notebook_pages tour_of_a_forward
 
 All notebooks of a run share one kernel, emptied between them, so that a library is imported once.
 """

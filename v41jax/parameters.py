@@ -405,14 +405,24 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 
 
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
-    """The weights of one layer of a run; its routed experts stay in the run's stack, see `MoeWeights`."""
+    """The weights of one layer of a run.
+
+    Stored linears and routed experts stay in the run's stack (`LinearWeight.layer`, `MoeWeights.layer`): a slice of it
+    would be a copy.
+    """
+    layer = jnp.asarray(place, jnp.int32)
 
     def take(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree)
+        return jax.tree.map(of_layer, tree, is_leaf=lambda leaf: isinstance(leaf, LinearWeight))
+
+    def of_layer(leaf: LinearWeight | Array) -> LinearWeight | Array:
+        if isinstance(leaf, LinearWeight) and leaf.scales is not None:
+            return leaf._replace(layer=layer)
+        return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 
     moe = stacked.moe
     return take(stacked._replace(moe=None))._replace(
-        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), jnp.asarray(place, jnp.int32))
+        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer)
     )
 
 

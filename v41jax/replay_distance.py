@@ -133,6 +133,31 @@ def measure_replay(
     return [_distance(name, parts) for name, parts in collected.items() if parts]
 
 
+def continuation_logits(model: LoadedModel, ids: NDArray[np.int32], mode: Mode, continuation: int) -> Logits:
+    """Logits of the last rows of one prompt, prefilled in one mode up to them and then fed token by token.
+
+    Args:
+      model: as for `measure_replay`.
+      ids: token ids, at least two.
+      mode: of the prefill.
+      continuation: last tokens that are fed instead of prefilled.
+
+    Returns:
+      [rows, V], of positions n - 1 - rows .. n - 2; rows is `continuation` or n - 1.
+
+    Raises:
+      ValueError: what `measure_replay` refuses, or a prompt without a whole page below its cut in a mode with a hit.
+    """
+    _check(model, [ids], continuation)
+    cut = len(ids) - min(continuation, len(ids) - 1)
+    session = _Session(model, ids, cut, None)
+    if mode.hit:
+        if not session.hit:
+            raise ValueError(f"{mode.name}: no whole page of {session.block} tokens in the first {cut} tokens to reuse")
+        session.logits(FULL)
+    return session.logits(mode)[0]
+
+
 def _check(model: LoadedModel, prompts: Sequence[NDArray[np.int32]], continuation: int) -> None:
     text, geometry = model.setup.config.text, model.setup.geometry
     obstacle = ModelView.from_config(model.setup.config).decoder_replay_obstacle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.block_scaled_linear import tpu, triton, xla
@@ -10,7 +11,9 @@ from pallas_kernels.block_scaled_linear import tpu, triton, xla
 Array = jax.Array
 
 
-def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation: str = "auto") -> Array:
+def block_scaled_linear(
+    x: Array, codes: Array, scales: Array, *, layer: Array | int | None = None, implementation: str = "auto"
+) -> Array:
     """y = x @ dequantized(codes, scales).T, widened inside the product.
 
     The caller has fake-quantized `x` (Q8) where the model does; its values are then exact in bfloat16, as is every
@@ -21,6 +24,8 @@ def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation
       x: [N, K] activation dtype (bfloat16 or float32).
       codes: [O, K] float8_e4m3fn, or uint8 holding the same codes.
       scales: [O / 32, K / 32] uint8 E8M0 codes.
+      layer: int32 scalar or int; codes and scales then have one more leading axis, layers, and the GPU kernel reads
+        this one in place, without a copy of it.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -30,8 +35,14 @@ def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation
       ValueError: where shapes do not fit each other, or for an unknown implementation.
       KernelUnsupportedError: "pallas" where no kernel runs.
     """
-    outputs, inputs = codes.shape
-    if x.shape[-1] != inputs or scales.shape != (outputs // 32, inputs // 32) or outputs % 32 or inputs % 32:
+    *stack, outputs, inputs = codes.shape
+    stacked = layer is not None
+    if len(stack) != stacked or scales.shape[:-2] != tuple(stack):
+        raise ValueError(
+            f"block_scaled_linear needs codes and scales with {'one leading axis' if stacked else 'no leading axes'} "
+            f"as layer is {layer}; got codes {codes.shape}, scales {scales.shape}"
+        )
+    if x.shape[-1] != inputs or scales.shape[-2:] != (outputs // 32, inputs // 32) or outputs % 32 or inputs % 32:
         raise ValueError(
             f"block_scaled_linear needs x [N, K], codes [O, K], scales [O/32, K/32] with O and K multiples of 32; "
             f"got x {x.shape}, codes {codes.shape}, scales {scales.shape}"
@@ -40,12 +51,14 @@ def block_scaled_linear(x: Array, codes: Array, scales: Array, *, implementation
         "block_scaled_linear",
         implementation,
         {
-            "triton": backend.Candidate(triton.unsupported(x, codes), triton.preferred(x.shape[0], codes.size)),
+            "triton": backend.Candidate(triton.unsupported(x, codes), triton.preferred(x.shape[0], outputs * inputs)),
             "tpu": backend.Candidate(tpu.unsupported(x, codes), tpu.preferred(x.shape[0])),
         },
     )
+    if choice.implementation == "triton":
+        return triton.block_scaled_linear(x, codes, scales, layer, interpret=choice.interpret)
+    if stacked:
+        codes, scales = (lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in (codes, scales))
     if choice.implementation == "tpu":
         return tpu.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
-    if choice.implementation == "triton":
-        return triton.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
     return xla.block_scaled_linear(x, codes, scales)

@@ -83,12 +83,21 @@ def unsupported(x: Array, codes: Array) -> str | None:
 
 
 def _kernel(
-    x_ref: object, codes_ref: object, scales_ref: object, out_ref: object, *, config: Config, rows: int, cuda: bool
+    x_ref: object,
+    codes_ref: object,
+    scales_ref: object,
+    layer_ref: object,
+    out_ref: object,
+    *,
+    config: Config,
+    rows: int,
+    cuda: bool,
 ) -> None:
     """One tile of outputs and rows over one split of the inner dimension."""
     triton = backend.triton()
     program = pl.program_id(0)
-    outputs, inputs = codes_ref.shape
+    _, outputs, inputs = codes_ref.shape
+    layer = layer_ref[0]
     padded = x_ref.shape[1]
     output_tiles = -(-outputs // config.outputs)
     first_output = (program % output_tiles) * config.outputs
@@ -99,22 +108,27 @@ def _kernel(
     near_output = jnp.minimum(output, outputs - 1)
     steps = padded // config.splits // config.inner
 
-    def load(ref: object, index: Array, first: Array, count: int, live: Array | None = None) -> Array:
+    def load_x(first: Array) -> Array:
+        # Rows that are not there cost no traffic.
+        column = first + jnp.arange(config.inner, dtype=jnp.int32)
+        shape = (config.rows, config.inner)
+        place = x_ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+        return triton.load(place, mask=jnp.broadcast_to(row[:, None] < rows, shape), other=0.0)
+
+    def load(ref: object, index: Array, first: Array, count: int) -> Array:
         column = first + jnp.arange(count, dtype=jnp.int32)
         shape = (index.shape[0], count)
-        place = ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
-        if live is not None:
-            return triton.load(place, mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
+        leading = jnp.broadcast_to(layer, shape)
+        place = ref.at[leading, jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
         if padded == inputs:
             return triton.load(place)
-        return triton.load(place, mask=jnp.broadcast_to(column[None, :] < ref.shape[1], shape), other=0)
+        return triton.load(place, mask=jnp.broadcast_to(column[None, :] < ref.shape[2], shape), other=0)
 
     def step(index: Array, total: Array) -> Array:
         block = split * steps + index
         codes = load(codes_ref, near_output, block * config.inner, config.inner)
         scales = load(scales_ref, lax.div(near_output, 32), block * (config.inner // 32), config.inner // 32)
-        # Rows that are not there cost no traffic.
-        x = load(x_ref, row, block * config.inner, config.inner, live=row < rows)
+        x = load_x(block * config.inner)
         return total + jnp.dot(widen_e4m3(codes, scales, cuda), x.T, preferred_element_type=jnp.float32)
 
     total = lax.fori_loop(0, steps, step, jnp.zeros((config.outputs, config.rows), jnp.float32)).T
@@ -130,11 +144,19 @@ def _kernel(
 
 
 def block_scaled_linear(
-    x: Array, codes: Array, scales: Array, *, config: Config | None = None, interpret: bool = False
+    x: Array,
+    codes: Array,
+    scales: Array,
+    layer: Array | int | None = None,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
 ) -> Array:
     """See `pallas_kernels.block_scaled_linear`; `unsupported` has been asked."""
+    if layer is None:
+        codes, scales, layer = codes[None], scales[None], 0
     rows, inputs = x.shape
-    outputs = codes.shape[0]
+    outputs = codes.shape[1]
     if rows == 0:
         return jnp.zeros((0, outputs), x.dtype)
     config = config or config_for(rows, inputs, outputs, backend.current_target().generation)
@@ -152,5 +174,5 @@ def block_scaled_linear(
         num_stages=config.num_stages,
         interpret=interpret,
         name="block_scaled_linear",
-    )(operand, codes, scales)
+    )(operand, codes, scales, jnp.asarray(layer, jnp.int32).reshape(1))
     return out if config.splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)

@@ -62,18 +62,10 @@ def grouped_experts(
     """
     layers = 1
     if layer is not None:
-        layers = jax.tree.leaves(w1)[0].shape[0]
-        whole = tuple(_joined(weight) for weight in (w1, w3, w2))
-        unsupported = (tpu if backend.current_target().route == "tpu" else triton).unsupported
-        if unsupported(x, whole[0], whole[2]) and not unsupported(x, _layer(w1, 0), _layer(w2, 0)):
-            # A kernel that cannot address the whole stack reads a copy of one layer.
-            w1, w3, w2 = (_layer(weight, layer) for weight in (w1, w3, w2))
-            layers = 1
-        else:
-            experts = jax.tree.leaves(w1)[0].shape[1]
-            outside = (expert_ids < 0) | (expert_ids >= experts)
-            expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
-            w1, w3, w2 = whole
+        layers, experts = jax.tree.leaves(w1)[0].shape[:2]
+        outside = (expert_ids < 0) | (expert_ids >= experts)
+        expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
+        w1, w3, w2 = (_joined(weight) for weight in (w1, w3, w2))
     choice = backend.choose(
         "grouped_experts",
         implementation,
@@ -104,7 +96,3 @@ def grouped_experts(
 def _joined(weight: ExpertWeights | Array) -> ExpertWeights | Array:
     """[layers, E, ...] -> [layers * E, ...]; nothing moves."""
     return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), weight)
-
-
-def _layer(weight: ExpertWeights | Array, layer: Array | int) -> ExpertWeights | Array:
-    return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, layer, keepdims=False), weight)

@@ -1,8 +1,8 @@
 """The routed experts for GPUs: one kernel for gate, up and activation, one for down, widening weights in registers.
 
 A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks. With very
-few rows every pair is a block of its own. Low and high nibbles are the even and odd inner dims, so x and the hidden
-values are kept with their even dims first.
+few rows every pair is a block of its own. Weights are widened one code of their 16-bit words after the other, so x and
+the hidden values are kept in the order of `by_code`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import even_odd, fake_q8_group
+from pallas_kernels.arithmetic import fake_q8_group
 from pallas_kernels.grouped_experts.types import ExpertWeights
-from pallas_kernels.grouped_experts.widening import widen_e2m1
+from pallas_kernels.grouped_experts.widening import CODES, GROUP_WORDS, by_code, widen_e2m1, words_of
 from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
 MOST_UNSORTED = 12
 """(row, expert) pairs up to which every pair is a block: ordering them would cost more than reading an expert twice."""
+LEAST_INNER = 16
+"""The least inner dims of a product on the tensor cores."""
 MOST_COMPARED = 1024
 """Pairs up to which they are ordered by comparing all with all, a few fused kernels where a sort is many."""
 
@@ -35,7 +37,7 @@ class Tile:
 
     Attributes:
       outputs: outputs of one program (for the first kernel: of each of its two matrices), a multiple of 32.
-      inner: packed bytes of one step, a multiple of 16 that divides the packed inner width.
+      inner: words of one step, a multiple of `LEAST_INNER` that divides the words of the inner width.
       num_warps, num_stages: of one program.
     """
 
@@ -58,23 +60,23 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
     """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
     stages = 1 if generation == "rocm" else 3
 
-    def inner(packed: int, most: int) -> int:
-        size = 16
-        while size < most and packed % (2 * size) == 0:
+    def inner(dims: int, most: int) -> int:
+        size = LEAST_INNER
+        while size < most and dims // CODES % (2 * size) == 0:
             size *= 2
         return size
 
     mean = -(-pairs // experts)
     if mean >= 64:
         rows = 64 if generation == "rocm" else 128
-        warps, outputs, most = (4, 64, 32) if generation == "rocm" else (8, 128, 32)
+        warps, outputs, most = (4, 64, 16) if generation == "rocm" else (8, 128, 16)
     else:
         rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
-        warps, outputs, most = 4, 64, 64
+        warps, outputs, most = 4, 64, 32
     return Config(
         rows,
-        Tile(min(outputs, 32 * (hidden // 32)), inner(width // 2, most), warps, stages),
-        Tile(outputs, inner(hidden // 2, most), warps, stages),
+        Tile(min(outputs, 32 * (hidden // 32)), inner(width, most), warps, stages),
+        Tile(outputs, inner(hidden, most), warps, stages),
     )
 
 
@@ -85,8 +87,9 @@ def unsupported(x: Array, w1: object, w2: object) -> str | None:
     if not isinstance(w1, ExpertWeights) or not isinstance(w2, ExpertWeights):
         return "it reads packed weights, not dequantized ones"
     for part in (w1.packed, w2.packed):
-        if 2**31 <= part.size <= 2**32:
-            return f"{part.size} weight bytes; offsets between 2 and 4 GiB do not fit the lowering"
+        inputs = 2 * part.shape[-1]
+        if inputs % (CODES * LEAST_INNER):
+            return f"{inputs} inner dims are not a multiple of {CODES * LEAST_INNER}"
     return None
 
 
@@ -147,24 +150,24 @@ def _load(ref: object, index: Array, first: Array, count: int, leading: Array | 
 def _product(
     weights: list[tuple], expert: Array, output: Array, x_ref: object, x_row: Array, tile: Tile, cuda: bool
 ) -> list[Array]:
-    """Sums [outputs, rows] of every (packed, scales) ref pair with rows `x_row` of x, whose even dims come first."""
-    packed_width = weights[0][0].shape[-1]
+    """Sums [outputs, rows] of every (words, scales) ref pair with rows `x_row` of x, in the order of `by_code`."""
+    width = weights[0][0].shape[-1]
 
     def step(index: Array, totals: tuple) -> tuple:
         first = index * tile.inner
-        even = _load(x_ref, x_row, first, tile.inner).T
-        odd = _load(x_ref, x_row, packed_width + first, tile.inner).T
+        parts = [_load(x_ref, x_row, code * width + first, tile.inner).T for code in range(CODES)]
         results = []
-        for total, (packed_ref, scales_ref) in zip(totals, weights, strict=True):
-            packed = _load(packed_ref, output, first, tile.inner, expert)
-            scales = _load(scales_ref, output, index * (tile.inner // 16), tile.inner // 16, expert)
-            low, high = widen_e2m1(packed, scales, cuda)
-            total = total + jnp.dot(low, even, preferred_element_type=jnp.float32)
-            results.append(total + jnp.dot(high, odd, preferred_element_type=jnp.float32))
+        for total, (words_ref, scales_ref) in zip(totals, weights, strict=True):
+            groups = tile.inner // GROUP_WORDS
+            words = _load(words_ref, output, first, tile.inner, expert)
+            scales = _load(scales_ref, output, index * groups, groups, expert)
+            for values, part in zip(widen_e2m1(words, scales, cuda), parts, strict=True):
+                total = total + jnp.dot(values, part, preferred_element_type=jnp.float32)
+            results.append(total)
         return tuple(results)
 
     start = tuple(jnp.zeros((tile.outputs, x_row.shape[0]), jnp.float32) for _ in weights)
-    return list(lax.fori_loop(0, packed_width // tile.inner, step, start))
+    return list(lax.fori_loop(0, width // tile.inner, step, start))
 
 
 def _hidden_kernel(
@@ -174,9 +177,9 @@ def _hidden_kernel(
     first_ref: object,
     end_ref: object,
     pair_ref: object,
-    gate_packed: object,
+    gate_words: object,
     gate_scales: object,
-    up_packed: object,
+    up_words: object,
     up_scales: object,
     hidden_ref: object,
     *,
@@ -186,9 +189,9 @@ def _hidden_kernel(
     quantize_hidden: bool,
     cuda: bool,
 ) -> None:
-    """Hidden values of one block for one tile of outputs, even dims first."""
+    """Hidden values of one block for one tile of outputs, in the order of `by_code`."""
     triton, tile = backend.triton(), config.hidden
-    experts, outputs, _ = gate_packed.shape
+    experts, outputs, _ = gate_words.shape
     tiles = -(-outputs // tile.outputs)
     program = pl.program_id(0)
     block = program // tiles
@@ -202,7 +205,7 @@ def _hidden_kernel(
         pair = triton.load(pair_ref.at[jnp.where(live, position, 0)])
         routing = triton.load(weights_ref.at[pair])
         near = jnp.minimum(output, outputs - 1)
-        refs = [(gate_packed, gate_scales), (up_packed, up_scales)]
+        refs = [(gate_words, gate_scales), (up_words, up_scales)]
         gate, up = _product(refs, expert, near, x_ref, lax.div(pair, chosen), tile, cuda)
         gate, up = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in (gate, up))
         if swiglu_limit > 0:
@@ -213,7 +216,7 @@ def _hidden_kernel(
         if quantize_hidden:
             groups = hidden.reshape(tile.outputs // 32, 32, config.rows)
             hidden = fake_q8_group(groups, axis=1).reshape(tile.outputs, config.rows)
-        column = lax.rem(output, 2) * (outputs // 2) + lax.div(output, 2)
+        column = lax.rem(output, CODES) * (outputs // CODES) + lax.div(output, CODES)
         _store(hidden_ref, hidden, position, live, column, output < outputs)
 
 
@@ -223,7 +226,7 @@ def _down_kernel(
     first_ref: object,
     end_ref: object,
     pair_ref: object,
-    packed_ref: object,
+    words_ref: object,
     scales_ref: object,
     out_ref: object,
     *,
@@ -232,7 +235,7 @@ def _down_kernel(
 ) -> None:
     """Expert outputs of one block for one tile of outputs, at the pairs' own places."""
     triton, tile = backend.triton(), config.down
-    experts, outputs, _ = packed_ref.shape
+    experts, outputs, _ = words_ref.shape
     tiles = -(-outputs // tile.outputs)
     program = pl.program_id(0)
     block = program // tiles
@@ -246,7 +249,7 @@ def _down_kernel(
         position = jnp.where(live, position, triton.load(first_ref.at[block]))
         pair = triton.load(pair_ref.at[position])
         near = jnp.minimum(output, outputs - 1)
-        [total] = _product([(packed_ref, scales_ref)], expert, near, hidden_ref, position, tile, cuda)
+        [total] = _product([(words_ref, scales_ref)], expert, near, hidden_ref, position, tile, cuda)
         _store(out_ref, total.astype(jnp.bfloat16), pair, live, output, output < outputs)
 
 
@@ -313,11 +316,13 @@ def grouped_experts(
         config.hidden,
         hidden_width,
         "grouped_experts_hidden",
-        even_odd(x),
+        by_code(x),
         weights.reshape(-1),
         *lists,
-        *w1,
-        *w3,
+        words_of(w1.packed),
+        w1.scales,
+        words_of(w3.packed),
+        w3.scales,
     )
     outputs = call(
         functools.partial(_down_kernel, config=config, cuda=cuda),
@@ -326,7 +331,8 @@ def grouped_experts(
         "grouped_experts_down",
         hidden,
         *lists,
-        *w2,
+        words_of(w2.packed),
+        w2.scales,
     )
     return _combine(outputs.reshape(rows, chosen, width), ids, served)
 

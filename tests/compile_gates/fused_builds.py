@@ -47,7 +47,7 @@ def seam(
     """From one sublayer's output to the next one's input and coefficients."""
     streams = hyper_connections.expand(output, streams, coefficients)
     inputs = rms_norm(hyper_connections.collapse(streams, coefficients.pre), norm, TEXT.rms_norm_eps)
-    return streams, inputs, hyper_connections.mixes(streams, weights, TEXT)
+    return streams, inputs, hyper_connections.mixes(streams, weights, TEXT, "xla")
 
 
 def seam_arguments(rows: int) -> tuple:

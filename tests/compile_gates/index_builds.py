@@ -1,4 +1,4 @@
-"""The index kernels at production shapes, as functions and shape structs for the compilers.
+"""The index kernels and the stream mixes at production shapes, as functions and shape structs for the compilers.
 
 Read by the compile gates and by `benchmarks/compile_report.py`.
 """
@@ -24,6 +24,8 @@ from pallas_kernels.select_candidates import tpu as blocks_tpu
 from pallas_kernels.select_candidates import triton as blocks_triton
 from pallas_kernels.select_topk import tpu as topk_tpu
 from pallas_kernels.select_topk import triton as topk_triton
+from pallas_kernels.stream_mixes import tpu as mixes_tpu
+from pallas_kernels.stream_mixes import triton as mixes_triton
 
 HEADS, WIDTH, PAGE_ROWS = 32, 128, 128
 PAGES, COLUMNS = 40_000, 1024
@@ -103,8 +105,20 @@ def write_arguments(keys: int, index_format: str) -> tuple:
     )
 
 
+def mixes_build(function: Callable[..., Any], rows: int) -> Build:
+    """One of the kernels of `stream_mixes`."""
+    streams = 4
+    width = 2 * streams + streams**2
+    return Build(
+        f"stream_mixes {rows} rows",
+        functools.partial(function, streams=streams, iterations=20, epsilon=1e-6),
+        (shape((rows, width), jnp.float32), shape((width,), jnp.float32), shape((3,), jnp.float32)),
+    )
+
+
 def gpu_builds() -> Iterator[Build]:
-    """Every Triton-route kernel of the index operations."""
+    """Every Triton-route kernel of these operations."""
+    yield mixes_build(mixes_triton.stream_mixes, 64)
     for index_format in ("fp8", "fp4"):
         for rows, requests, page_rows in ((64, 64, 128), (64, 64, 64), (4096, 1, 128)):
             yield Build(
@@ -141,7 +155,8 @@ def gpu_builds() -> Iterator[Build]:
 
 
 def tpu_builds() -> Iterator[Build]:
-    """Every Mosaic kernel of the index operations; pages of 64 rows are in the TPU layout."""
+    """Every Mosaic kernel of these operations; pages of 64 rows are in the TPU layout."""
+    yield mixes_build(mixes_tpu.stream_mixes, 4096)
     for index_format in ("fp8", "fp4"):
         for rows, requests, page_rows in ((64, 64, 128), (64, 64, 64), (4096, 1, 128)):
             planes = plane(index_format) if page_rows == PAGE_ROWS else lanes_plane(index_format, page_rows)

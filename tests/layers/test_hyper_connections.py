@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from v41jax.layers.hyper_connections import Mixes, MixWeights, collapse, expand, mixes, sinkhorn
+from pallas_kernels.stream_mixes.xla import sinkhorn
+from v41jax.layers.hyper_connections import Mixes, MixWeights, collapse, expand, mixes
 from v41jax.presets import preset
 
 TEXT = preset("v4.1-flash").text
@@ -26,7 +27,7 @@ def test_coefficients_are_the_published_vector():
     streams = jnp.ones((1, 4, 2), jnp.float32)
     fn = np.zeros((24, 8), np.float32)
     fn[:, 0] = z
-    got = mixes(streams, MixWeights(jnp.asarray(fn), jnp.zeros(24), jnp.ones(3)), TEXT)
+    got = mixes(streams, MixWeights(jnp.asarray(fn), jnp.zeros(24), jnp.ones(3)), TEXT, "xla")
     assert np.allclose(got.pre[0], PRE, rtol=1e-6, atol=1e-7)
     assert np.allclose(got.post[0], POST, rtol=1e-6, atol=1e-7)
     assert np.allclose(got.combination[0], COMBINATION, rtol=1e-6, atol=1e-7)
@@ -37,7 +38,7 @@ def test_scale_and_base_apply_to_their_own_coefficients():
     text = dataclasses.replace(TEXT, hc_sinkhorn_iters=3)
     streams = random.standard_normal((5, 3, 16)).astype(np.float32)
     fn, base, scale = (random.standard_normal(shape).astype(np.float32) for shape in ((15, 48), 15, 3))
-    got = mixes(jnp.asarray(streams), MixWeights(fn, base, scale), text)
+    got = mixes(jnp.asarray(streams), MixWeights(fn, base, scale), text, "xla")
     flat = streams.reshape(5, -1).astype(np.float64)
     z = flat @ fn.T.astype(np.float64) / np.sqrt(np.mean(flat**2, axis=1, keepdims=True))
     assert np.allclose(got.pre, 1 / (1 + np.exp(-(z[:, :3] * scale[0] + base[:3]))) + 1e-6, atol=1e-5)

@@ -85,6 +85,23 @@ def test_a_float32_product_has_no_kernel_and_says_so():
         block_scaled_linear(x, codes, scales, implementation="pallas")
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_one_layer_of_a_stack_is_that_layer_alone(implementation):
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(5, 192)), jnp.bfloat16)
+    codes = jnp.asarray(rng.integers(0, 0x78, (3, 96, 192)), jnp.uint8)
+    scales = jnp.asarray(rng.integers(120, 130, (3, 3, 6)), jnp.uint8)
+    call = jax.jit(functools.partial(block_scaled_linear, implementation=implementation))
+    for layer in range(3):
+        poisoned = scales.at[jnp.asarray([other for other in range(3) if other != layer])].set(255)
+        found = call(x, codes, poisoned, layer=jnp.int32(layer))
+        np.testing.assert_array_equal(found, call(x, codes[layer], scales[layer]))
+    with pytest.raises(ValueError, match="one leading axis as layer is 1"):
+        block_scaled_linear(x, codes[0], scales[0], layer=1)
+    with pytest.raises(ValueError, match="no leading axes"):
+        block_scaled_linear(x, codes, scales)
+
+
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "kernel"),
     [

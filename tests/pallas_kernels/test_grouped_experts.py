@@ -108,13 +108,13 @@ SMALL_TILES = triton.Config(16, triton.Tile(64, 16, 4, 1), triton.Tile(32, 16, 4
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("options", [{}, {"swiglu_limit": 0.0, "quantize_hidden": False}])
 def test_gpu_kernel_equals_the_oracle(rows, options):
-    case = expert_case(rows, rows=rows, experts=5, chosen=3, width=96, hidden=64, dtype=jnp.bfloat16, padding=2)
+    case = expert_case(rows, rows=rows, experts=5, chosen=3, width=192, hidden=64, dtype=jnp.bfloat16, padding=2)
     assert_meaning(run_on_gpu(case, SMALL_TILES, **options), case, **options)
 
 
 def test_gpu_kernel_orders_many_pairs_by_sorting(monkeypatch):
     monkeypatch.setattr(triton, "MOST_COMPARED", 0)
-    case = expert_case(6, rows=20, experts=7, chosen=2, dtype=jnp.bfloat16, padding=1)
+    case = expert_case(6, rows=20, experts=7, chosen=2, hidden=64, dtype=jnp.bfloat16, padding=1)
     case.expert_ids[:5, 0] = 9
     assert_meaning(run_on_gpu(case, SMALL_TILES), case)
 
@@ -122,8 +122,16 @@ def test_gpu_kernel_orders_many_pairs_by_sorting(monkeypatch):
 @settings(max_examples=5)
 @given(st.integers(0, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 3))
 def test_gpu_kernel_of_any_shape_through_the_public_call(rows, experts, chosen, padding):
-    case = expert_case(rows, rows=rows, experts=experts + 2, chosen=chosen, dtype=jnp.bfloat16, padding=padding)
+    case = expert_case(
+        rows, rows=rows, experts=experts + 2, chosen=chosen, hidden=64, dtype=jnp.bfloat16, padding=padding
+    )
     assert_meaning(run(case, implementation="pallas"), case)
+
+
+def test_inner_widths_of_the_gpu_kernel_are_whole_steps():
+    case = expert_case(1, rows=2, experts=3, chosen=1, hidden=32, dtype=jnp.bfloat16)
+    with pytest.raises(KernelUnsupportedError, match="32 inner dims are not a multiple of 64"):
+        run(case, implementation="pallas")
 
 
 def test_dequantized_experts_have_no_kernel_and_say_so():

@@ -96,7 +96,7 @@ def test_mixture_is_the_sum_of_weighted_experts_and_the_shared_one():
     experts = [tuple(RANDOM.standard_normal(shape) for shape in ((16, 32), (32, 16), (16, 32))) for _ in range(4)]
     choices = np.array([[0, 1], [1, 3], [0, 3], [2, 3], [1, 2]], np.int32)
     weights = RANDOM.random((5, 2))
-    result = feed_forward.mixture(x, choices, weights, lambda e: experts[e], experts[3], 10.0, EXACT, "layer")
+    result = feed_forward.mixture(x, choices, weights, lambda e: experts[e], experts[3], 10.0, EXACT, "layer").output
     for row in range(5):
         expected = naive_expert(x[row], *experts[3], 1.0, 10.0)
         for expert, weight in zip(choices[row], weights[row]):

@@ -7,10 +7,11 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -19,42 +20,96 @@ from rich.table import Table
 from v41jax.commands.generate import read_prompts
 from v41jax.commands.logits import Dtype
 
+if TYPE_CHECKING:
+    from v41jax.precision import Precision
+
 
 def compare(
     model: Annotated[Path, typer.Option(help="Checkpoint directory in the released layout.")],
+    left: Annotated[str, typer.Option(help="One side; its inputs are fed to the other's layers.")] = "reference",
+    right: Annotated[str, typer.Option(help="The other side.")] = "",
     replay: Annotated[
         bool, typer.Option("--replay", help="Distance of every bounded-replay mode to full prefill.")
     ] = False,
+    mode: Annotated[str, typer.Option(help="forced: right's layers read left's inputs. free: their own.")] = "forced",
+    layers: Annotated[bool, typer.Option(help="Compare layer by layer, not only logits.")] = True,
+    until: Annotated[int | None, typer.Option(help="Compare the first so many layers only, and no logits.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Token ids of one prompt, .npy int32 [n].")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt (text) or tokens (ids).")] = None,
-    lengths: Annotated[str, typer.Option(help="Without --prompts: lengths of random prompts.")] = "200,333,512",
-    continuation: Annotated[int, typer.Option(help="Last tokens of each prompt that are fed as decode steps.")] = 16,
-    dtype: Annotated[Dtype, typer.Option(help="Activation dtype.")] = Dtype.BFLOAT16,
+    lengths: Annotated[str, typer.Option(help="Without prompts: lengths of random ones.")] = "",
+    continuation: Annotated[
+        int, typer.Option(help="Under replay: last tokens of each prompt that are fed as decode steps.")
+    ] = 16,
+    dtype: Annotated[Dtype, typer.Option(help="Activation dtype of sides that name none.")] = Dtype.BFLOAT16,
     activation_quantization: Annotated[
         bool, typer.Option(help="Fake-quantize activations as the model was trained.")
     ] = True,
     oracle: Annotated[
         bool,
-        typer.Option("--oracle", help="Check every forward with the dense float64 oracle; exit 1 past its budget."),
+        typer.Option(
+            "--oracle", help="With --replay: check every forward with the dense float64 oracle; exit 1 past its budget."
+        ),
     ] = False,
     oracle_budget: Annotated[
         float,
         typer.Option(help="Largest relative distance to the oracle; the default suits float32 without quantization."),
     ] = 1e-4,
-    out: Annotated[Path | None, typer.Option(help="Write the measurements as JSON to this file.")] = None,
+    budgets: Annotated[Path | None, typer.Option(help="Limits, .toml or .json; exit code 1 past one.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Write right's tensors of the first prompt to this .npz.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Same as --json.")] = None,
     seed: Annotated[int, typer.Option(help="Of random prompts.")] = 0,
 ) -> None:
-    """Compares ways of computing the model: bounded replay with full prefill (--replay)."""
-    if not replay:
-        raise ValueError("nothing to compare: give --replay")
+    """Compares two ways of computing the model, layer by layer and end to end.
+
+    A side reads KIND[:OPTION,OPTION,...]. Kinds: reference (float64), xla, pallas (interpreted on a CPU),
+    npz:FILE[@PREFIX] (activations recorded elsewhere). Options: dtype=float32|bfloat16, quant, noquant, packed,
+    index=fp4|fp8, scores=float32|bfloat16, weights=stored|dequantized, chunks=33+7, replay=decoder|encoder|both,
+    model=DIR (another checkpoint).
+
+    Exit code 1 when a measurement is past its budget.
+    """
     import jax.numpy as jnp
 
-    from checkpoints.load import Checkpoint
-    from v41jax.full_forward import load_model
     from v41jax.precision import Precision
+
+    if not replay and not right:
+        raise ValueError("nothing to compare: give --right, or --replay")
+    precision = Precision(jnp.dtype(dtype.value), activation_quantization)
+    if replay:
+        given = _replay_prompts(model, prompts, lengths or "200,333,512", seed)
+        _replay(model, precision, given, continuation, oracle_budget if oracle else None, json_file or out)
+        return
+    from v41jax.comparison.command import Request, run
+
+    within = run(
+        Request(
+            model=model,
+            left=left,
+            right=right,
+            precision=precision,
+            mode=mode,
+            layers=layers,
+            until=until,
+            tokens=tokens,
+            prompts=prompts,
+            lengths=parse_lengths(lengths or "96"),
+            seed=seed,
+            continuation=continuation,
+            json=json_file or out,
+            html=html_file,
+            budgets=budgets,
+            export=export,
+        )
+    )
+    if not within:
+        raise typer.Exit(1)
+
+
+def _replay_prompts(model: Path, prompts: Path | None, lengths: str, seed: int) -> list[NDArray[np.int32]]:
+    from checkpoints.load import Checkpoint
     from v41jax.prompt_logits import check_ids
-    from v41jax.reference import ReferenceModel
-    from v41jax.reference.replay_oracle import ReplayOracle
-    from v41jax.replay_distance import measure_replay, replay_page
 
     with Checkpoint.open(model, scopes=("text",)) as checkpoint:
         config = checkpoint.config
@@ -63,18 +118,36 @@ def compare(
         given = [random.integers(0, config.text.vocab_size, size) for size in parse_lengths(lengths)]
         given = [np.where(ids == config.image_token_id, 0, ids) for ids in given]
     else:
-        given = [tokens_of(request, model) for request in read_prompts(prompts)]
-    ids = [check_ids(np.asarray(prompt), config.text.vocab_size) for prompt in given]
-    precision = Precision(jnp.dtype(dtype.value), activation_quantization)
+        given = [np.asarray(tokens_of(request, model)) for request in read_prompts(prompts)]
+    return [check_ids(prompt, config.text.vocab_size) for prompt in given]
+
+
+def _replay(
+    model: Path,
+    precision: Precision,
+    ids: list[NDArray[np.int32]],
+    continuation: int,
+    oracle_budget: float | None,
+    out: Path | None,
+) -> None:
+    """Every replay mode against full prefill, and with a budget against the oracle."""
+    import jax.numpy as jnp
+
+    from checkpoints.load import Checkpoint
+    from v41jax.full_forward import load_model
+    from v41jax.reference import ReferenceModel
+    from v41jax.reference.replay_oracle import ReplayOracle
+    from v41jax.replay_distance import measure_replay, replay_page
+
     longest = max(len(prompt) for prompt in ids)
     with contextlib.ExitStack() as opened:
+        weights = opened.enter_context(Checkpoint.open(model, scopes=("text",)))
         loaded = opened.enter_context(
-            load_model(model, precision, max_model_len=longest, block_size=replay_page(config))
+            load_model(model, precision, max_model_len=longest, block_size=replay_page(weights.config))
         )
         exact = None
-        if oracle:
-            weights = opened.enter_context(Checkpoint.open(model, scopes=("text",)))
-            reference = ReferenceModel(weights, activation_quantization=activation_quantization)
+        if oracle_budget is not None:
+            reference = ReferenceModel(weights, activation_quantization=precision.activation_quantization)
             exact = ReplayOracle(opened.enter_context(reference))
         bar = opened.enter_context(
             Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
@@ -85,8 +158,8 @@ def compare(
         )
     report = {
         "model": str(model),
-        "dtype": dtype.value,
-        "activation_quantization": activation_quantization,
+        "dtype": jnp.dtype(precision.activation_dtype).name,
+        "activation_quantization": precision.activation_quantization,
         "prompt_lengths": [len(prompt) for prompt in ids],
         "continuation": continuation,
         "modes": [dataclasses.asdict(distance) for distance in distances],
@@ -94,13 +167,11 @@ def compare(
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     Console().print(_table(report["modes"]))
-    past = [
-        distance for distance in distances if distance.oracle_max is not None and distance.oracle_max > oracle_budget
-    ]
-    for distance in past:
-        print(
-            f"{distance.mode}: {distance.oracle_max:.2e} from the oracle, budget {oracle_budget:.2e}", file=sys.stderr
-        )
+    if oracle_budget is None:
+        return
+    past = [item for item in distances if item.oracle_max is not None and item.oracle_max > oracle_budget]
+    for item in past:
+        print(f"{item.mode}: {item.oracle_max:.2e} from the oracle, budget {oracle_budget:.2e}", file=sys.stderr)
     if past:
         raise typer.Exit(1)
 
@@ -120,7 +191,7 @@ def parse_lengths(text: str) -> list[int]:
 def tokens_of(request: dict[str, Any], model: Path) -> list[int]:
     """Ids of one line of a prompts file; images are not measured."""
     if request.get("images"):
-        raise ValueError("a prompt has images: compare --replay measures prompts of text")
+        raise ValueError("a prompt has images: compare takes prompts of text")
     if "tokens" in request:
         return list(request["tokens"])
     from v41jax.tokenizer import Tokenizer

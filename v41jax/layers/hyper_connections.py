@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
+from pallas_kernels.stream_mixes import stream_mixes
 from v41jax.config import TextConfig
 from v41jax.layers.linear import product
 
@@ -46,33 +47,29 @@ class Mixes(NamedTuple):
     combination: Array
 
 
-def mixes(streams: Array, weights: MixWeights, text: TextConfig) -> Mixes:
-    """Coefficients from the current streams, [N, S, D] (model specification, "Single-pass (delayed) mHC")."""
+def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -> Mixes:
+    """Coefficients from the current streams, [N, S, D] (model specification, "Single-pass (delayed) mHC").
+
+    Args:
+      streams: [N, S, D] activation dtype.
+      weights: of the sublayer.
+      text: configuration.
+      kernels: implementation of the operation on the projections.
+    """
     rows, count, _ = streams.shape
     flat = streams.reshape(rows, -1)
     norm = jax.lax.rsqrt(jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps)
-    z = product(flat, weights.fn) * norm
-    scale, base = weights.scale, weights.base
-    pre = jax.nn.sigmoid(z[:, :count] * scale[0] + base[:count]) + text.hc_eps
-    post = 2.0 * jax.nn.sigmoid(z[:, count : 2 * count] * scale[1] + base[count : 2 * count])
-    logits = (z[:, 2 * count :] * scale[2] + base[2 * count :]).reshape(rows, count, count)
-    return Mixes(pre, post, sinkhorn(logits, text.hc_sinkhorn_iters, text.hc_eps))
-
-
-def sinkhorn(logits: Array, iterations: int, epsilon: float) -> Array:
-    """Alternating normalization of [N, S, S] to row and column sums of one.
-
-    The softmax and the first column pass count as the first iteration; the last pass is over columns.
-    """
-    matrix = jax.nn.softmax(logits, axis=-1) + epsilon
-
-    def columns(value: Array) -> Array:
-        return value / (jnp.sum(value, axis=-2, keepdims=True) + epsilon)
-
-    def step(_: int, value: Array) -> Array:
-        return columns(value / (jnp.sum(value, axis=-1, keepdims=True) + epsilon))
-
-    return jax.lax.fori_loop(0, iterations - 1, step, columns(matrix))
+    return Mixes(
+        *stream_mixes(
+            product(flat, weights.fn) * norm,
+            weights.base,
+            weights.scale,
+            streams=count,
+            iterations=text.hc_sinkhorn_iters,
+            epsilon=text.hc_eps,
+            implementation=kernels,
+        )
+    )
 
 
 def collapse(streams: Array, pre_mix: Array) -> Array:

@@ -26,10 +26,13 @@ class LinearWeight(NamedTuple):
     Attributes:
       values: [..., O, K]; a float dtype (widened), or E4M3 codes of the stored form.
       scales: [..., O / 32, K / 32] uint8 E8M0 codes of the stored form; None when widened.
+      layer: int32 scalar, which layer of its run this is, where `values` and `scales` still hold the whole run,
+        [layers, ...]; None when they hold one weight.
     """
 
     values: Array
     scales: Array | None = None
+    layer: Array | None = None
 
 
 def product(x: Array, weight: Array) -> Array:
@@ -76,4 +79,4 @@ def linear(x: Array, weight: LinearWeight, kernels: str) -> Array:
     """
     if weight.scales is None:
         return round_to(product(x, weight.values), x.dtype)
-    return block_scaled_linear(x, weight.values, weight.scales, implementation=kernels)
+    return block_scaled_linear(x, weight.values, weight.scales, layer=weight.layer, implementation=kernels)

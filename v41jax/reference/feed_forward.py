@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,14 @@ Matrices = tuple[Float, Float, Float]
 
 _SOFTPLUS_LINEAR_FROM = 20.0
 _WEIGHT_FLOOR = 1e-20
+
+
+class Mixture(NamedTuple):
+    """Output of the mixture, [m, D], and its two parts before the one rounding."""
+
+    output: Float
+    routed: Float
+    shared: Float
 
 
 def router_scores(logits: Float, scoring: str) -> Float:
@@ -77,14 +86,14 @@ def mixture(
     limit: float,
     arithmetic: Arithmetic,
     site: str,
-) -> Float:
-    """Routed experts in ascending id, then the shared one; [m, D].
+) -> Mixture:
+    """Routed experts in ascending id, then the shared one.
 
     Args:
       x: [m, D] normed input; experts: matrices of an expert id, asked only for chosen ones.
     """
     quantized = arithmetic.q8(x, f"{site}.ffn_input")
-    total = np.zeros_like(x)
+    routed = np.zeros_like(x)
     for chosen in np.unique(choices):
         rows, place = np.nonzero(choices == chosen)
         out = expert(
@@ -95,6 +104,6 @@ def mixture(
             arithmetic,
             f"{site}.experts.{chosen}",
         )
-        total[rows] += out
-    total += expert(quantized, shared, None, limit, arithmetic, f"{site}.shared_experts")
-    return arithmetic.activation(total)
+        routed[rows] += out
+    unweighted = expert(quantized, shared, None, limit, arithmetic, f"{site}.shared_experts")
+    return Mixture(arithmetic.activation(routed + unweighted), routed, unweighted)

@@ -104,9 +104,9 @@ class ReferenceLayer:
             text.head_dim**-0.5,
             arithmetic,
         )
-        grouped = grouped_output(
-            rotate(attended, cos, -sin, arithmetic), self._dense("attn.wo_a"), text.o_groups, arithmetic
-        )
+        attended = rotate(attended, cos, -sin, arithmetic)
+        record.query, record.attended = self._spread(query, rows, record), self._spread(attended, rows, record)
+        grouped = grouped_output(attended, self._dense("attn.wo_a"), text.o_groups, arithmetic)
         output = arithmetic.q8(grouped, f"{self._name}.grouped_output") @ self._dense("attn.wo_b").T
         record.attention_output[rows] = arithmetic.activation(output)
 
@@ -114,8 +114,16 @@ class ReferenceLayer:
         between = expand(record.attention_output[rows], residual[rows], coefficients, arithmetic)
         record.attention_streams[rows] = between
         record.attention_pre_mix[rows] = coefficients.pre
+        record.attention_post = self._spread(coefficients.post, rows, record)
+        record.attention_combination = self._spread(coefficients.combination, rows, record)
         self._feed_forward(record, rows, between, coefficients.pre, inputs)
         return record
+
+    def _spread(self, values: Float, rows: NDArray[np.intp], record: LayerRecord) -> Float:
+        """Values of some rows as values of all rows, NaN elsewhere."""
+        result = np.full((record.input_pre_mix.shape[0], *values.shape[1:]), np.nan)
+        result[rows] = values
+        return result
 
     def _dense(self, name: str) -> Float:
         return self._weights.dense(f"{self._name}.{name}")
@@ -327,8 +335,14 @@ class ReferenceLayer:
             return weights.expert(f"{name}.w1"), weights.expert(f"{name}.w2"), weights.expert(f"{name}.w3")
 
         shared = tuple(weights.dense(f"{prefix}.shared_experts.{part}") for part in ("w1", "w2", "w3"))
-        y = feed_forward.mixture(x, choices, routing, matrices, shared, text.swiglu_limit, arithmetic, self._name)
+        mixed = feed_forward.mixture(x, choices, routing, matrices, shared, text.swiglu_limit, arithmetic, self._name)
+        y = mixed.output
         record.ffn_input[rows], record.ffn_output[rows] = x, y
+        record.router_logits = self._spread(x @ weights.plain(f"{prefix}.gate.weight").T / text.gate_temp, rows, record)
+        record.routed_output = self._spread(mixed.routed, rows, record)
+        record.shared_output = self._spread(mixed.shared, rows, record)
+        record.ffn_post = self._spread(coefficients.post, rows, record)
+        record.ffn_combination = self._spread(coefficients.combination, rows, record)
         record.router_scores[rows] = scores
         record.router_choices[rows] = choices
         record.router_weights[rows] = routing

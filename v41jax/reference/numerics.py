@@ -48,8 +48,9 @@ class Arithmetic:
       activation_quantization: apply the activation formats; off makes each the identity.
       index_rounding: "bfloat16" rounds the index dot, each product with a head weight, and the head sum.
       index_format: "fp4" quantizes index keys and queries as trained (Q4m); "fp8" as the FP8 index plane does.
-      probe: called instead of every quantizer with (site, values, quantizer) and returns the quantized values; a
-        comparison uses it to see how near a value lies to a rounding boundary, or to put one on the other side.
+      probe: called instead of every quantizer (the identity with activation quantization off) with (site, values,
+        quantizer) and returns the quantized values; a comparison uses it to see how near a value lies to a rounding
+        boundary, or to put one on the other side.
     """
 
     rounding: str = "none"
@@ -96,10 +97,9 @@ class Arithmetic:
         return self._quantized(codecs.fake_q4m if self.index_format == "fp4" else _fake_index_query_fp8, x, site)
 
     def _quantized(self, quantizer: Quantizer, x: Float, site: str) -> Float:
-        if not self.activation_quantization:
-            return x
-
         def quantize(values: Float) -> Float:
+            if not self.activation_quantization:
+                return values
             return quantizer(values.astype(np.float32)).astype(np.float64)
 
         return quantize(x) if self.probe is None else self.probe(site, x, quantize)

@@ -145,6 +145,11 @@ class LayerRecord:
       router_choices: [m, k] int32, ascending expert id.
       router_weights: [m, k].
       engram_row_ids: [m, columns] int64; engram_rows: [m, columns * head_dim]; engram_gates: [m, S].
+      query: [m, H, d] rotated.
+      attended: [m, H, d] after the inverse rotation.
+      attention_post, ffn_post: [m, S]; attention_combination, ffn_combination: [m, S, S] (source, destination).
+      router_logits: [m, E].
+      routed_output, shared_output: [m, D], the two parts of `ffn_output` before its rounding.
     """
 
     layer: int
@@ -173,6 +178,15 @@ class LayerRecord:
     engram_row_ids: NDArray[np.int64] | None = None
     engram_rows: Float | None = None
     engram_gates: Float | None = None
+    query: Float | None = None
+    attended: Float | None = None
+    attention_post: Float | None = None
+    attention_combination: Float | None = None
+    ffn_post: Float | None = None
+    ffn_combination: Float | None = None
+    router_logits: Float | None = None
+    routed_output: Float | None = None
+    shared_output: Float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
