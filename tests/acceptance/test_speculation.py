@@ -15,7 +15,7 @@ import pytest
 
 from scheduler.scheduled_batch import Phase
 from scheduler.sequence import SamplingParams
-from tests.acceptance.model import PAGE, VOCABULARY
+from tests.acceptance.model import DRAFT, PAGE, VOCABULARY, write_checkpoint
 from tests.acceptance.prompts import random_prompt
 from tests.acceptance.serving import EXACT, OFF, Serving
 
@@ -309,10 +309,20 @@ def test_one_verify_call_and_one_draft_call_a_step(pair):
     assert steps[Phase.PREFILL, True] >= 1 and steps[Phase.DECODE, True] > 8 and not steps[Phase.DECODE, False]
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """An owner at each ratio, one layer that selects again and one that reuses, and the draft: quick to compile."""
+    path = tmp_path_factory.mktemp("shallow") / "model"
+    layers = {"compress_ratios": [2, 1, 1, 1, 0, 0, 0], "kv_source_layer_ids": [0, 1]}
+    layers |= {"num_hidden_layers": 4, "index_source_layer_ids": [0, 1, 2], "candidate_source_layer_id": 1}
+    write_checkpoint(path, **DRAFT | layers | {"engram_layer_ids": [0], "dspark_target_layer_ids": [1, 2, 3]})
+    return path
+
+
 @pytest.mark.parametrize("main", ["fp4", "bf16"])
-def test_quantized_caches(draft_checkpoint, main):
+def test_quantized_caches(shallow, main):
     """Packed pools and the released precision: what is stored comes back, so the tokens are the same here too."""
-    with Pair(draft_checkpoint, kv_cache_dtype=main) as pair:
+    with Pair(shallow, kv_cache_dtype=main) as pair:
 
         def scenario(session):
             prompt = random_prompt(70, 80)

@@ -22,9 +22,13 @@ def _replace(patch: pytest.MonkeyPatch, module: Any, name: str, make: Callable[[
 
 def transposed_mix(patch, subject):
     def make(function):
-        return lambda *args: function(*args).swapaxes(-1, -2)
+        def call(*args, **kwargs):
+            pre, post, combination = function(*args, **kwargs)
+            return pre, post, combination.swapaxes(-1, -2)
 
-    _replace(patch, hyper_connections, "sinkhorn", make)
+        return call
+
+    _replace(patch, hyper_connections, "stream_mixes", make)
 
 
 def window_of_one_more(patch, subject):

@@ -32,7 +32,7 @@ def test_a_recording_made_elsewhere_is_a_side(sides):
 
 @pytest.mark.parametrize("right", ["xla:quant,packed", "xla:quant,weights=stored"])
 def test_other_ways_to_store_and_compute_are_no_departure(right, sides, prompt):
-    result = compare(sides("xla:quant", FIVE), sides(right, FIVE), [prompt[:24]], end=False, until=3)
+    result = compare(sides("xla:quant", FIVE), sides(right, FIVE), [prompt[:24]], end=False, until=2)
     assert result.first is None, result.first
 
 
@@ -42,7 +42,7 @@ def test_a_kernel_that_takes_no_float32_is_named(sides, prompt):
 
 
 def test_another_index_plane_departs_at_the_index_keys(sides, prompt):
-    result = compare(sides("xla:quant", FIVE), sides("xla:quant,index=fp8", FIVE), [prompt], end=False)
+    result = compare(sides("xla:quant", FIVE), sides("xla:quant,index=fp8", FIVE), [prompt[:24]], end=False, until=2)
     assert result.first is not None and result.first.operation == "index_keys"
 
 
