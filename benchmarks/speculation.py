@@ -2,8 +2,13 @@
 
 The target is a random checkpoint, or `--model DIR`. Its draft is used as it is (`stored`), and with Markov tables
 planted so that it follows the target's own greedy bigrams at a chosen rate: `good`, `half`, and `bad`, which always
-errs. The step costs and the confidences' temperatures of dynamic width are measured here for every draft. Prints one
-JSON line a measurement; greedy tokens are asserted to be those without drafts.
+errs. The step costs and the confidences' temperatures of dynamic width are measured here for every draft; `--widths
+fixed` leaves that out.
+
+First every draft is run in float32 without activation quantization, where greedy tokens are asserted to be those
+without drafts. Rates are measured in the released precision, where a value at a rounding boundary may be rounded the
+other way in a step of another shape: there the tokens before the first difference are counted. Prints one JSON line a
+measurement.
 """
 
 from __future__ import annotations
@@ -71,13 +76,24 @@ def bigrams(replies: Sequence[Sequence[int]], share: float, vocabulary: int) -> 
     }
 
 
-def options_of(config: ModelConfig, arguments: argparse.Namespace, drafts: bool) -> EngineConfig:
-    """Options of an engine that runs all prompts at once."""
+def leading_agreement(replies: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    """Tokens before the first difference of each reply, summed."""
+    return sum(
+        sum(itertools.takewhile(bool, (ours == theirs for ours, theirs in zip(*pair, strict=True))))
+        for pair in zip(replies, expected, strict=True)
+    )
+
+
+def options_of(
+    config: ModelConfig, arguments: argparse.Namespace, drafts: bool, *, exact: bool = False
+) -> EngineConfig:
+    """Options of an engine that runs all prompts at once; `exact` is float32 without activation quantization."""
     page = replay_page(config)
     length = -(-(arguments.prompt_tokens + arguments.new_tokens + 1) // page) * page
     speculation = {"speculative_method": "dspark", "num_speculative_tokens": config.text.dspark_block_size}
     return EngineConfig(
-        dtype=arguments.dtype,
+        dtype="float32" if exact else arguments.dtype,
+        activation_quantization=not exact,
         kv_cache_block_size=page,
         enable_prefix_caching=False,
         encoder_swa_bounded_replay=False,
@@ -92,9 +108,9 @@ def options_of(config: ModelConfig, arguments: argparse.Namespace, drafts: bool)
 
 
 @contextlib.contextmanager
-def opened(directory: Path, options: EngineConfig, drafts: bool) -> Iterator[Engine]:
+def opened(directory: Path, options: EngineConfig, *, calibrates: bool = False) -> Iterator[Engine]:
     """An engine with one prefill shape."""
-    with Engine.from_checkpoint(directory, options, warm_up=False, calibrates=drafts) as engine:
+    with Engine.from_checkpoint(directory, options, warm_up=False, calibrates=calibrates) as engine:
         core, pages = engine.core, engine.core.buckets.decode_pages
         rows = (options.max_num_batched_tokens,)
         few = Buckets(core.buckets.decode_requests, rows, (options.max_num_seqs,), pages, pages)
@@ -113,45 +129,74 @@ def timed(engine: Engine, prompts: Sequence[Prompt], repeats: int) -> tuple[list
     return [result.tokens for result in results], best
 
 
+def drafts_of(stored: DraftParameters, replies: Sequence[Sequence[int]], vocabulary: int) -> Iterator[tuple[str, Any]]:
+    """Name and weights of every draft."""
+    for name, share in QUALITIES.items():
+        yield name, stored if share is None else planted(stored, bigrams(replies, share, vocabulary))
+
+
+def check_tokens(directory: Path, arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Runs every draft at fixed width in float32 without activation quantization.
+
+    Raises:
+      AssertionError: a reply differs from the one without drafts.
+    """
+    config = ModelConfig.from_file(directory / "config.json")
+    with opened(directory, options_of(config, arguments, False, exact=True)) as engine:
+        replies = [result.tokens for result in engine.generate(prompts)]
+    with opened(directory, options_of(config, arguments, True, exact=True)) as engine:
+        runner = engine.core.runner
+        for name, draft in drafts_of(
+            runner.draft_parameters, replies, min(config.text.vocab_size, config.image_token_id)
+        ):
+            runner.draft_parameters = draft
+            found = [result.tokens for result in engine.generate(prompts)]
+            if found != replies:
+                raise AssertionError(f"{name}: other tokens than without drafts")
+    total = sum(map(len, replies))
+    return {"check": "float32, activations not quantized", "drafts": list(QUALITIES), "same_tokens": total}
+
+
 def measurements(directory: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every measurement."""
+    """The check of the tokens, then every measurement."""
     config = ModelConfig.from_file(directory / "config.json")
     vocabulary = min(config.text.vocab_size, config.image_token_id)
     ids = np.random.default_rng(arguments.seed).integers(3, vocabulary, (arguments.batch, arguments.prompt_tokens))
     sampling = SamplingParams(max_tokens=arguments.new_tokens, ignore_eos=True)
     prompts = [Prompt(tuple(row.tolist()), sampling) for row in ids]
     common = {"batch": arguments.batch, "new_tokens": arguments.new_tokens}
-    with opened(directory, options_of(config, arguments, False), False) as engine:
+    yield {**common, **check_tokens(directory, arguments, prompts)}
+    common["dtype"] = arguments.dtype
+    with opened(directory, options_of(config, arguments, False)) as engine:
         replies, base = timed(engine, prompts, arguments.repeats)
     yield {**common, "draft": None, "width": "off", "tokens_per_second": round(base, 2)}
-    options = options_of(config, arguments, True)
-    with opened(directory, options, True) as engine:
+    options, dynamic = options_of(config, arguments, True), "dynamic" in arguments.widths
+    with opened(directory, options, calibrates=dynamic) as engine:
         runner, drafts = engine.core.runner, engine.core.drafts
         assert drafts is not None
-        stored = runner.draft_parameters
         device = jax.devices()[0].device_kind
         form = "dequantized" if jax.default_backend() == "cpu" else "stored"
         identity = running_identity(directory, runner.setup, device=device, weights=form)
-        for name, share in QUALITIES.items():
-            runner.draft_parameters = stored
-            if share is not None:
-                runner.draft_parameters = planted(stored, bigrams(replies, share, vocabulary))
-            drafts.use_profile(None)
-            profile = measure_profile(engine, prompts, identity)
-            for width, chosen in (("fixed", None), ("dynamic", profile)):
-                drafts.use_profile(chosen)
+        for name, draft in drafts_of(runner.draft_parameters, replies, vocabulary):
+            runner.draft_parameters = draft
+            profile = None
+            if dynamic:
+                drafts.use_profile(None)
+                profile = measure_profile(engine, prompts, identity)
+            for width in arguments.widths:
+                if dynamic:
+                    drafts.use_profile(profile if width == "dynamic" else None)
                 before = drafts.statistics()
                 began = time.perf_counter()
                 found, rate = timed(engine, prompts, arguments.repeats)
                 seconds = time.perf_counter() - began
-                if arguments.dtype == "float32":
-                    assert found == replies, f"{name}, {width}: other tokens than without drafts"
                 yield {
                     **common,
                     "draft": name,
                     "width": width,
                     "tokens_per_second": round(rate, 2),
                     "of_off": round(rate / base, 3),
+                    "same_tokens": leading_agreement(found, replies),
                     **_differences(before, drafts.statistics(), seconds),
                 }
 
@@ -175,7 +220,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="pico")
     parser.add_argument("--model", type=Path, help="a checkpoint directory with a draft, instead of the preset")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the rates")
+    parser.add_argument("--widths", nargs="+", choices=("fixed", "dynamic"), default=("fixed", "dynamic"))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=48)
