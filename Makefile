@@ -2,14 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CACHE := .cache
-DEMO := $(CACHE)/demo-checkpoint
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(CACHE)/jax
 
 .PHONY: demo test lint types pytest clean
 
 demo: .venv/demo.stamp
-	@$(BIN)/python -m v41jax.demo --cache $(DEMO)
+	@$(BIN)/python -m v41jax.demo
 
 test: lint types pytest
 
@@ -29,11 +28,11 @@ pytest: .venv/test.stamp
 	@touch $@
 
 .venv/demo.stamp: .venv/pip.stamp pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[demo]'
+	$(BIN)/python -m pip install --quiet -e .
 	@touch $@
 
 .venv/test.stamp: .venv/pip.stamp pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[demo,server,vision,tiers,test,notebooks,compile-gates]'
+	$(BIN)/python -m pip install --quiet -e '.[tokenizer,server,vision,tiers,test,notebooks,compile-gates,training]'
 	@touch $@ .venv/demo.stamp
 
 clean:

@@ -48,9 +48,6 @@ ELSEWHERE = {
     ),
     "v41jax bench serve --url http://HOST:8000 --workload agent --requests 32 --turns 12 --shared-words 3000 "
     "--pause 2": ("needs a server on the network: tests/server/test_load.py runs it against one of its own"),
-    'v41jax generate --model /tmp/tiny --prompt "A page holds" --max-tokens 16 --max-model-len 1024': (
-        "needs the real tokenizer's vocabulary: `make demo` generates from text"
-    ),
     "v41jax serve --model DIR --speculative-method dspark --num-speculative-tokens 5": SERVES,
     "v41jax generate --model DIR --prompt TEXT --speculative-method dspark --num-speculative-tokens 5": (
         "needs a checkpoint with a draft: tests/acceptance/test_speculation.py runs the same options"
@@ -110,7 +107,8 @@ def test_a_command_of_the_docs_runs(page, command, place, monkeypatch):
     made = place / "tiny"
     words = shlex.split(command)
     checkpoint = golden.directory("five-layer")
-    words = [{"DIR": str(checkpoint), "/tmp/tiny": str(made), "tiny": "pico"}.get(word, word) for word in words]
+    replaced = {"DIR": checkpoint, "/tmp/tiny": made, "checkpoints/nano": ROOT / "checkpoints" / "nano", "tiny": "pico"}
+    words = [str(replaced.get(word, word)) for word in words]
     if words[0] == "v41jax":
         result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
         assert result.exit_code == 0, result.output
