@@ -39,14 +39,12 @@ REFERENCE = "reference:dtype=float32,noquant"
 
 SIDES = {
     "float64 reference, nothing rounded": REFERENCE,
-    "float64 reference, activations quantized": "reference:dtype=float32,quant",
-    "float64 reference, released rounding": "reference:dtype=bfloat16,quant",
-    "float32, nothing rounded": "xla:dtype=float32,noquant",
-    "float32, activations quantized, FP4 index": "xla:dtype=float32,quant,index=fp4",
-    "released rounding, FP4 index": "xla:dtype=bfloat16,quant,index=fp4",
-    "released rounding, FP8 index": "xla:dtype=bfloat16,quant,index=fp8",
-    "released rounding, FP4 index, packed main and windows": "xla:dtype=bfloat16,quant,index=fp4,packed",
-    "released rounding, FP8 index, packed main and windows": "xla:dtype=bfloat16,quant,index=fp8,packed",
+    "float32, nothing rounded": "xla:dtype=float32,noquant,chunks=256",
+    "released rounding, FP8 index": "xla:dtype=bfloat16,quant,index=fp8,chunks=256",
+    "released rounding, FP4 index, packed main and windows": "xla:dtype=bfloat16,quant,index=fp4,packed,chunks=256",
+    "released rounding, FP4 index": "xla:dtype=bfloat16,quant,index=fp4,chunks=256",
+    "released rounding, FP8 index, packed main and windows": "xla:dtype=bfloat16,quant,index=fp8,packed,chunks=256",
+    "float64 reference, released rounding, FP4 index": "reference:dtype=bfloat16,quant,index=fp4",
 }
 """Name in reports -> side of a comparison (`v41jax.comparison.options`)."""
 
@@ -184,8 +182,15 @@ def speculation(directory: Path, prompts: NDArray[np.int32], new_tokens: int) ->
         }
 
 
-def mlx(directory: Path, prompts: NDArray[np.int32], batch: int = 10) -> Iterator[dict[str, Any]]:
-    """The next token after every prompt by this runtime and by mlx-vlm, float32, activations quantized and not."""
+def mlx(directory: Path, windows: NDArray[np.int32], prefixes: int, batch: int = 10) -> Iterator[dict[str, Any]]:
+    """The next token by this runtime and by mlx-vlm, float32, activations quantized and not.
+
+    Args:
+      directory: checkpoint.
+      windows: [n, L].
+      prefixes: of every window, evenly spaced, the whole one among them; each is one prompt.
+      batch: windows that mlx-vlm takes at once.
+    """
     import mlx.core as mx
     from mlx_vlm.models.deepseek_v41 import engram, language
 
@@ -193,35 +198,33 @@ def mlx(directory: Path, prompts: NDArray[np.int32], batch: int = 10) -> Iterato
 
     names = ("fake_quant_fp8_ue8m0", "fake_quant_fp4_ue8m0", "fake_quant_fp4_e4m3")
     other = load_mlx(directory, "float32").language_model
+    last = np.arange(1, prefixes + 1) * windows.shape[1] // prefixes - 1
     for quantized in (True, False):
         if not quantized:
             for module in (engram, language):
-                for name in filter(lambda name, module=module: hasattr(module, name), names):
-                    setattr(module, name, lambda x, *_, **__: x)
+                for name in names:
+                    if hasattr(module, name):
+                        setattr(module, name, lambda x, *_, **__: x)
         theirs = []
-        for start in range(0, len(prompts), batch):
-            logits = other(mx.array(prompts[start : start + batch]), cache=other.make_cache()).logits[:, -1]
-            theirs.append(np.array(logits.astype(mx.float32)))
-        with load_model(directory, Precision(jnp.float32, quantized), max_model_len=prompts.shape[1]) as model:
-            ours = [full_forward(model.params, prompt, model.setup, model.lookup)[-1] for prompt in prompts]
-        left, right = np.stack(ours), np.concatenate(theirs)
-        differ = np.nonzero(left.argmax(axis=1) != right.argmax(axis=1))[0]
-        # How far each side holds its own best token above the other's.
-        leads = [
-            [
-                float(row[first] - row[second])
-                for row, first, second in ((a, a.argmax(), b.argmax()), (b, b.argmax(), a.argmax()))
-            ]
-            for a, b in zip(left[differ], right[differ], strict=True)
-        ]
+        for start in range(0, len(windows), batch):
+            logits = other(mx.array(windows[start : start + batch]), cache=other.make_cache()).logits
+            theirs.append(np.array(logits.astype(mx.float32))[:, last])
+        with load_model(directory, Precision(jnp.float32, quantized), max_model_len=windows.shape[1]) as model:
+            ours = [full_forward(model.params, window, model.setup, model.lookup)[last] for window in windows]
+        left, right = np.concatenate(ours), np.concatenate([row for part in theirs for row in part])
+        first, second = left.argmax(axis=1), right.argmax(axis=1)
+        differ = np.nonzero(first != second)[0]
         yield {
             "table": "mlx",
             "name": "activations quantized" if quantized else "nothing rounded",
             "mlx_vlm": importlib.metadata.version("mlx-vlm"),
-            "prompts": len(prompts),
-            "prompt_tokens": prompts.shape[1],
-            "same_next_token": len(prompts) - len(differ),
-            "leads_where_different": leads,
+            "windows": len(windows),
+            "prompts": len(left),
+            "longest_prompt": windows.shape[1],
+            "same_next_token": len(left) - len(differ),
+            # By how much each side prefers its own token to the other side's.
+            "our_leads_where_different": (left[differ, first[differ]] - left[differ, second[differ]]).tolist(),
+            "their_leads_where_different": (right[differ, second[differ]] - right[differ, first[differ]]).tolist(),
             "largest_logit_difference": float(np.abs(left - right).max()),
             "median_logit_difference": float(np.median(np.abs(left - right).max(axis=1))),
         }
@@ -258,7 +261,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=10, help="of the drafts")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--mlx-prompts", type=int, default=200)
+    parser.add_argument("--mlx-windows", type=int, default=20)
+    parser.add_argument("--mlx-prefixes", type=int, default=10, help="of a window, each one prompt")
     options = parser.parse_args(given)
     stream = load_stream(options.data, "heldout")
     lengths = byte_lengths(Tokenizer.from_file(str(options.model / "tokenizer.json")))
@@ -269,7 +273,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "drafts": lambda: speculation(
             options.model, sample(stream, options.prompts, options.prompt_tokens), options.new_tokens
         ),
-        "mlx": lambda: mlx(options.model, sample(stream, options.mlx_prompts, options.prompt_tokens)),
+        "mlx": lambda: mlx(options.model, sample(stream, options.mlx_windows, 255), options.mlx_prefixes),
     }
     header, records = provenance(), []
     for part in options.parts.split(","):
