@@ -216,6 +216,17 @@ def test_protocol_tokens_of_a_user_stay_text(http):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"functions": [{"name": "f", "parameters": {}}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"modalities": ["text", "audio"], "audio": {"voice": "x", "format": "wav"}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"web_search_options": {}}, "web_search_options"),
+        (
+            {"messages": [*QUESTION, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "messages[1].function_call",
+        ),
+        ({"messages": [*QUESTION, {"role": "assistant", "audio": {"id": "a"}}, *QUESTION]}, "messages[1].audio"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "far too long " * 1000}]}, "messages"),
     ],
@@ -226,6 +237,14 @@ def test_a_wrong_field_is_named(http, change, param):
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
     assert error["type"] == "invalid_request_error" and error["message"]
+
+
+def test_a_message_is_accepted_back_as_the_client_holds_it(client):
+    """With every field of OpenAI's that is null here, and empty lists that ask for nothing."""
+    message = ask(client, max_tokens=2, extra_body=NO_THINKING).choices[0].message.model_dump()
+    assert message["function_call"] is None and message["audio"] is None
+    asked_for_nothing = {"functions": [], "function_call": None, "audio": None, "modalities": ["text"], "tools": []}
+    ask(client, [*QUESTION, message, *QUESTION], max_tokens=1, extra_body=asked_for_nothing)
 
 
 def test_every_fault_of_a_body_is_reported_at_once(http):

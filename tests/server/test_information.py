@@ -1,5 +1,7 @@
 """Models, tokens, health and metrics."""
 
+import time
+
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -56,6 +58,8 @@ def test_unknown_paths_and_methods_are_answered_in_the_same_form(http):
     for answer in (http.get("/v1/nothing"), http.get("/v1/chat/completions")):
         assert answer.status_code in (404, 405)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert http.get("/v1/chat/completions").headers["allow"] == "POST"
+    assert http.head("/health").status_code == 200
 
 
 def test_metrics_tell_what_the_engine_did(http, client, server):
@@ -78,3 +82,22 @@ def test_metrics_tell_what_the_engine_did(http, client, server):
     assert after["v41jax_pages"] == 160 and after["v41jax_slots_free"] == 4
     assert after["v41jax_requests_running"] == after["v41jax_requests_waiting"] == 0
     assert {"v41jax_prefix_hit_tokens_total", "v41jax_rows_replayed_total", "v41jax_recompiles_total"} <= set(after)
+
+
+def test_a_stream_is_open_until_its_end_and_leaves_no_task(http, client):
+    def read():
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        values = {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+        return values["v41jax_http_open"], values["v41jax_event_loop_tasks"]
+
+    idle = read()
+    assert idle[0] == 0
+    options = {"max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(model=servers.MODEL, prompt="x", **options) as stream:
+        next(iter(stream))
+        running = read()
+    end = time.monotonic() + 60
+    while read() != idle:
+        assert time.monotonic() < end, (read(), idle)
+        time.sleep(0.02)
+    assert running[0] == 1 and running[1] > idle[1]

@@ -3,7 +3,10 @@
 import functools
 import json
 import re
+from typing import Literal
 
+import openai
+import pydantic
 import pytest
 
 from tests.helpers import servers
@@ -49,6 +52,33 @@ def test_a_required_call_of_a_strict_tool_has_arguments_of_its_schema(client):
     assert call.function.name in ("paint", "wait")
     named = ask(client, tools=[PAINT, WAIT], tool_choice={"type": "function", "function": {"name": "paint"}}, seed=1)
     assert all(is_painting(json.loads(call.function.arguments)) for call in named.choices[0].message.tool_calls)
+
+
+class Painting(pydantic.BaseModel):
+    """Becomes a strict schema in OpenAI's client, with a reference to a definition."""
+
+    class Frame(pydantic.BaseModel):
+        material: Literal["oak", "brass"]
+
+    color: Literal["red", "green"]
+    is_dry: bool
+    frame: Frame
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_clients_own_parsing_gives_objects(client, stream):
+    def reply(**options):
+        options |= {"model": servers.MODEL, "messages": QUESTION, "extra_body": NO_THINKING, "max_tokens": 160}
+        if not stream:
+            return client.chat.completions.parse(**options)
+        with client.chat.completions.stream(**options) as events:
+            return events.get_final_completion()
+
+    content = reply(response_format=Painting, seed=8).choices[0].message
+    assert isinstance(content.parsed, Painting) and content.parsed.frame.material in ("oak", "brass")
+    tools = [openai.pydantic_function_tool(Painting)]
+    calls = reply(tools=tools, tool_choice="required", parallel_tool_calls=False, seed=9).choices[0].message.tool_calls
+    assert [type(call.function.parsed_arguments) for call in calls] == [Painting]
 
 
 @pytest.mark.parametrize(

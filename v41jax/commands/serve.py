@@ -63,5 +63,7 @@ def serve(
         drain_timeout_s=drain_timeout,
         image_sources=ImageSources(tuple(image_directory or ()), frozenset(image_origin or ())),
     )
+    if warm_up:
+        typer.echo(f"loading {options.model_name} and compiling its steps; --no-warm-up compiles at first use", err=True)
     with Engine.from_checkpoint(model, engine_config, warm_up=warm_up) as engine:
         make_server(create_app(engine, options), host, port, announce=True).run()

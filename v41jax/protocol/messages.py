@@ -148,6 +148,10 @@ class _Reader:
         if is_open is not None and not isinstance(is_open, bool):
             self.fault(f"{where}.wo_eos", f"must be true or false, got {shorten(is_open)}")
         calls = self.calls(message.get("tool_calls"), f"{where}.tool_calls")
+        if self.strict and message.get("function_call") is not None:
+            self.fault(f"{where}.function_call", "is not supported: send the call in `tool_calls`")
+        if self.strict and message.get("audio") is not None:
+            self.fault(f"{where}.audio", "is not supported: send what was said as `content`")
         return Turn("assistant", self.content(message, where), reasoning=reasoning, calls=calls, is_open=bool(is_open))
 
     def calls(self, given: Any, where: str) -> tuple[Call, ...]:

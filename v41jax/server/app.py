@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from v41jax.server.connection import ClientGoneError
 from v41jax.server.errors import ApiError, as_api_error, on_error
 from v41jax.server.json_body import BodyTooLargeError, json_response, parse_object, read_bytes
 from v41jax.server.limits import RequireKey, ServerOptions
+from v41jax.server.metrics import CountOpen
 from v41jax.server.page import page_html
 from v41jax.server.service import Service
 
@@ -51,6 +53,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     app.state.service = service
     app.add_exception_handler(HTTPException, on_error)
     app.add_exception_handler(ApiError, on_error)
+    app.add_middleware(CountOpen, gauge=service.metrics.open)
     if options.api_keys:
         app.add_middleware(RequireKey, keys=options.api_keys)
     _add_generation(app, service)
@@ -97,6 +100,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
         """Text of ids."""
         return await _answer(service, request, _encoded(information.detokenize))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """Whether the server takes requests."""
@@ -106,6 +110,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus metrics."""
+        service.metrics.tasks.set(len(asyncio.all_tasks()))
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
@@ -125,15 +130,14 @@ def _encoded(work: Callable[[Service, dict[str, Any]], dict[str, Any]]) -> Answe
 async def _answer(service: Service, request: Request, answer: Answer) -> Response:
     """Reads a body, answers it, and counts the answer whatever becomes of it."""
     limit = service.options.max_body_bytes
-    with service.metrics.open.track_inprogress():
-        try:
-            response = await answer(service, request, await read_bytes(request, limit))
-        except BodyTooLargeError:
-            message = f"the body has more than {limit} bytes: send less, or raise --max-body-bytes"
-            response = ApiError(413, message, code="body_too_large").response()
-        except (ClientGoneError, ClientDisconnect):
-            response = Response(status_code=CLIENT_GONE)
-        except Exception as error:
-            response = as_api_error(error).response()
+    try:
+        response = await answer(service, request, await read_bytes(request, limit))
+    except BodyTooLargeError:
+        message = f"the body has more than {limit} bytes: send less, or raise --max-body-bytes"
+        response = ApiError(413, message, code="body_too_large").response()
+    except (ClientGoneError, ClientDisconnect):
+        response = Response(status_code=CLIENT_GONE)
+    except Exception as error:
+        response = as_api_error(error).response()
     service.metrics.answers.labels(request.url.path, str(response.status_code)).inc()
     return response

@@ -22,6 +22,7 @@ from v41jax.protocol import (
     resolve_thinking,
 )
 from v41jax.protocol.chat import read_response_format
+from v41jax.protocol.errors import shorten
 from v41jax.protocol.tokens import DSML
 from v41jax.sampling_params import SamplingParams
 from v41jax.server.errors import ApiError
@@ -36,6 +37,14 @@ from v41jax.server.grammars import (
     schema_grammar,
 )
 from v41jax.server.service import Service
+
+_UNSUPPORTED = {
+    "functions": "declare them in `tools`",
+    "function_call": "choose with `tool_choice`",
+    "audio": "this model writes text only",
+    "web_search_options": "declare a tool that searches and answer its calls",
+}
+"""Fields of OpenAI's API that would change the answer: a client that sends one is told, not given another answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +87,11 @@ def read_chat_request(service: Service, body: Mapping[str, Any]) -> ChatRequest:
     """
     fields = Fields(body)
     fields.attempt(lambda: service.check_model(dict(body)))
+    fields.refuse(_UNSUPPORTED)
+    if body.get("modalities") not in (None, [], ["text"]):
+        fields.fault(
+            "modalities", f'must be ["text"], which is all this model writes, got {shorten(body["modalities"])}'
+        )
     params = fields.attempt(lambda: SamplingParams.from_chat_request(body))
     if params is not None:
         fields.attempt(lambda: params.check_ids(service.vocabulary))

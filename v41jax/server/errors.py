@@ -73,5 +73,6 @@ def as_api_error(error: Exception) -> ApiError:
 async def on_error(request: Request, error: Exception) -> Response:
     """Handler of every exception that leaves a route."""
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return as_api_error(error).response()

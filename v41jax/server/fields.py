@@ -56,6 +56,16 @@ class Fields:
             self.fault("stream_options.include_usage", f"must be true or false, got {shorten(wanted)}")
         return wanted is True
 
+    def refuse(self, advice: Mapping[str, str]) -> None:
+        """Notes a fault for each field that asks for what this server cannot do; null and an empty list ask nothing.
+
+        Args:
+          advice: what to do instead, by name of the field.
+        """
+        for name, instead in advice.items():
+            if self.body.get(name) not in (None, []):
+                self.fault(name, f"is not supported: {instead}")
+
     def check(self) -> None:
         """Raises `ProtocolError` with every fault, if there is one."""
         if self.faults:

@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 PREFIX = "v41jax"
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -154,8 +155,28 @@ class Metrics:
             f"{PREFIX}_http_answers", "Answers by route and status.", ("route", "status"), registry=registry
         )
         self.choices = Counter(f"{PREFIX}_choices", "Choices by why they ended.", ("reason",), registry=registry)
-        self.open = Gauge(f"{PREFIX}_http_open", "Generation requests being answered.", registry=registry)
+        self.open = Gauge(
+            f"{PREFIX}_http_open", "Posted requests being answered, streams until their end.", registry=registry
+        )
+        self.tasks = Gauge(
+            f"{PREFIX}_event_loop_tasks", "Tasks of the server's event loop when it was asked.", registry=registry
+        )
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class CountOpen:
+    """ASGI middleware: counts posted requests until their whole answer is sent or given up."""
+
+    def __init__(self, app: ASGIApp, gauge: Gauge):
+        self._app = app
+        self._gauge = gauge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        with self._gauge.track_inprogress():
+            await self._app(scope, receive, send)
