@@ -133,7 +133,7 @@ def replays(
 
 
 def replies(
-    directory: Path, prompts: NDArray[np.int32], new_tokens: int, dtype: str, drafts: int
+    directory: Path, prompts: NDArray[np.int32], new_tokens: int, dtype: str, quantized: bool, drafts: int
 ) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
     """Greedy replies of an engine with caches as released, and its statistics."""
     config = ModelConfig.from_file(directory / "config.json")
@@ -141,6 +141,7 @@ def replies(
     length = -(-(prompts.shape[1] + new_tokens + 1) // page) * page
     options = EngineConfig(
         dtype=dtype,
+        activation_quantization=quantized,
         kv_cache_block_size=page,
         max_num_batched_tokens=max(prompts.size, 2 * page),
         max_num_seqs=len(prompts),
@@ -160,9 +161,9 @@ def replies(
 def speculation(directory: Path, prompts: NDArray[np.int32], new_tokens: int) -> Iterator[dict[str, Any]]:
     """Greedy text with drafts against without: equal replies, tokens a step, acceptance by position."""
     width = ModelConfig.from_file(directory / "config.json").text.dspark_block_size
-    for dtype in ("float32", "bfloat16"):
-        plain, _ = replies(directory, prompts, new_tokens, dtype, 0)
-        drafted, statistics = replies(directory, prompts, new_tokens, dtype, width)
+    for dtype, quantized in (("float32", False), ("bfloat16", True), ("float32", True)):
+        plain, _ = replies(directory, prompts, new_tokens, dtype, quantized, 0)
+        drafted, statistics = replies(directory, prompts, new_tokens, dtype, quantized, width)
         firsts = [
             next((place for place, pair in enumerate(zip(*both, strict=True)) if pair[0] != pair[1]), None)
             for both in zip(plain, drafted, strict=True)
@@ -170,7 +171,7 @@ def speculation(directory: Path, prompts: NDArray[np.int32], new_tokens: int) ->
         blocks = statistics["verified_blocks"]
         yield {
             "table": "drafts",
-            "name": dtype,
+            "name": f"{dtype}, activations {'' if quantized else 'not '}quantized",
             "prompts": len(prompts),
             "prompt_tokens": prompts.shape[1],
             "new_tokens": new_tokens,
