@@ -55,6 +55,10 @@ ELSEWHERE = {
     "v41jax calibrate --model DIR --out profile.json --prompts typical.jsonl "
     "[the options of serve, with speculation]": "needs a checkpoint with a draft",
     "v41jax serve --model DIR [the same options] --dynamic-verify-lengths --calibration-profile profile.json": SERVES,
+    "python -m training.data --out .data --cache /tmp/packages": "fetches packages; tests/training runs its parts",
+    "python -m benchmarks.nano_numerics --model checkpoints/nano --data .data --parts formats,replay,drafts,mlx": (
+        "takes half an hour: tests/benchmarks runs its measures"
+    ),
     "python -m v41jax.notebook_pages": "tests/docs/test_notebooks.py executes every notebook",
     "python -m pytest -q tests/compile_gates/test_index_tpu.py": "is a test",
     "python -m pytest -q tests/compile_gates/test_index_gpu.py": "is a test",
