@@ -48,6 +48,9 @@ ELSEWHERE = {
     ),
     "v41jax bench serve --url http://HOST:8000 --workload agent --requests 32 --turns 12 --shared-words 3000 "
     "--pause 2": ("needs a server on the network: tests/server/test_load.py runs it against one of its own"),
+    "python -m benchmarks.soak --url http://HOST:8000 --clients 64 --seconds 120 [--greedy]": (
+        "needs a server on the network: tests/server/test_soak.py runs it shorter against one of its own"
+    ),
     "v41jax serve --model DIR --speculative-method dspark --num-speculative-tokens 5": SERVES,
     "v41jax generate --model DIR --prompt TEXT --speculative-method dspark --num-speculative-tokens 5": (
         "needs a checkpoint with a draft: tests/acceptance/test_speculation.py runs the same options"
