@@ -22,17 +22,18 @@ OPERATIONS = (
     "select_candidates",
     "select_topk",
     "sparse_attention",
+    "stream_mixes",
 )
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
     path = tmp_path_factory.mktemp("kernels") / "model"
-    # The kernels' least index heads and width, and few layers, because each takes seconds to compile: an encoder layer
+    # The kernels' least index heads and widths, and few layers, because each takes seconds to compile: an encoder layer
     # that owns pages at ratio 2, the decoder's owner with the candidates, and one that selects again among them.
     layers = {"compress_ratios": [2, 1, 1], "kv_source_layer_ids": [0, 1], "index_source_layer_ids": [0, 1, 2]}
     layers |= {"num_hidden_layers": 3, "candidate_source_layer_id": 1, "engram_layer_ids": [0]}
-    write_checkpoint(path, index_n_heads=16, index_head_dim=64, **layers)
+    write_checkpoint(path, index_n_heads=16, index_head_dim=64, moe_intermediate_size=64, **layers)
     with Serving(path, form="stored", kernels="pallas", rows=2 * PAGE, kv_cache_dtype="fp4") as serving:
         yield serving
 
