@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import random
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from scheduler.sequence import SamplingParams
 from tests.acceptance.model import DRAFT, PAGE, VOCABULARY, write_checkpoint
 from tests.acceptance.prompts import random_prompt
 from tests.acceptance.serving import EXACT, OFF, Serving
+from v41jax.full_forward import full_forward
 
 WIDTH = 5
 DRAFTS = {"speculative_method": "dspark", "num_speculative_tokens": WIDTH}
@@ -337,3 +339,40 @@ def test_quantized_caches(shallow, main):
         session = pair.play(scenario, proposals=mixed, **OFF)
         assert sum(accepted(session)[1:]) > 3
         assert np.sum(accepted(session)) > 8
+
+
+def test_log_probabilities_of_prompts(shallow):
+    """Of prompts in one and in several chunks, beside a request that decodes: those of the forward over the prompt."""
+    options = {"prompt_logprobs": True, **OFF}
+    prompts = {"whole": random_prompt(29, 90), "chunked": random_prompt(3 * PAGE + 9, 91)}
+    scores = {}
+
+    def scenario(session):
+        seen = scores.setdefault(session.serving, {name: {} for name in prompts})
+
+        session.add("decoding", random_prompt(20, 92), 24)
+        session.until(lambda: len(session.tokens("decoding")) >= 2)
+        for name, prompt in prompts.items():
+            session.add(name, prompt, SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=True))
+        while session.core.has_work:
+            session.step()
+            for scored in session.core.prompt_scores:
+                seen[scored.request_id] |= dict(enumerate(scored.scores, scored.start))
+        session.run()
+
+    with Pair(shallow, **EXACT) as pair:
+        for serving in (pair.plain, pair.drafting):
+            serving.runner.scores_prompts = True
+        session = pair.play(scenario, proposals=mixed, **options, long_prefill_token_threshold=PAGE)
+        assert len(session.forwards("chunked")) >= 4 and sum(accepted(session)[1:]) > 3
+        model = pair.plain.model
+        for name, prompt in prompts.items():
+            logits = full_forward(model.params, prompt, model.setup, model.lookup)
+            expected = np.asarray(jax.nn.log_softmax(logits.astype(np.float64), axis=-1))
+            for found in scores.values():
+                # The row after the last token of the prompt scores no prompt token.
+                wanted = {place: found[name][place] for place in range(1, len(prompt))}
+                for place, score in wanted.items():
+                    row = expected[place - 1]
+                    assert score.logprob == pytest.approx(row[prompt[place]], abs=1e-4), (name, place)
+                    assert [token for token, _ in score.alternatives] == np.argsort(-row)[:2].tolist(), (name, place)
