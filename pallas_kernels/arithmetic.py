@@ -109,9 +109,20 @@ def fake_q8(x: Array) -> Array:
     return fake_q8_group(groups).reshape(x.shape)
 
 
+def by_residue(x: Array, modulus: int) -> Array:
+    """Reorders the last axis so that members whose place leaves the same residue lie together, residues ascending."""
+    return jnp.concatenate([x[..., residue::modulus] for residue in range(modulus)], axis=-1)
+
+
 def even_odd(x: Array) -> Array:
     """Reorders the last axis to its even members followed by its odd members."""
-    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    return by_residue(x, 2)
+
+
+def in_words(values: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """uint8 [..., n] as [..., n / size] of a wider unsigned `dtype`, little endian. The bytes stay where they are."""
+    size = jnp.dtype(dtype).itemsize
+    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], values.shape[-1] // size, size), dtype)
 
 
 def scaled_e2m1(codes: Array) -> Array:

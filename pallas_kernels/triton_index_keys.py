@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import decode_e8m0
+from pallas_kernels.arithmetic import decode_e8m0, in_words
 
 Array = jax.Array
 
@@ -29,12 +29,10 @@ def packed_view(values: Array, index_format: str) -> Array:
     bits. The bytes stay where they are.
     """
     if index_format == "fp4":
-        each, dtype = 4, jnp.uint32
-    elif LARGEST_OFFSET <= values.size <= 2 * LARGEST_OFFSET:
-        each, dtype = 2, jnp.uint16
-    else:
-        return values
-    return lax.bitcast_convert_type(values.reshape(*values.shape[:2], values.shape[2] // each, each), dtype)
+        return in_words(values, jnp.uint32)
+    if LARGEST_OFFSET <= values.size <= 2 * LARGEST_OFFSET:
+        return in_words(values, jnp.uint16)
+    return values
 
 
 def split_of(elements: Array, index_format: str) -> int:

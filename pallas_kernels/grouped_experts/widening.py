@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1
+from pallas_kernels.arithmetic import by_residue, decode_e8m0, in_words, scaled_e2m1
 from pallas_kernels.triton_widening import power_bfloat16
 
 Array = jax.Array
@@ -31,13 +30,12 @@ def words_of(packed: Array) -> Array:
     Words and not bytes also because the lowering's offsets are 32 bits of elements up to 4 GiB: those into a run's
     stack of more than 2 GiB would be negative.
     """
-    pairs = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 2, 2)
-    return lax.bitcast_convert_type(pairs, jnp.uint16)
+    return in_words(packed, jnp.uint16)
 
 
 def by_code(x: Array) -> Array:
     """Reorders the last axis so that the dims 4 i + p of a `p` lie together, p ascending."""
-    return jnp.concatenate([x[..., code::CODES] for code in range(CODES)], axis=-1)
+    return by_residue(x, CODES)
 
 
 def e2m1_cuda(code: int) -> str:

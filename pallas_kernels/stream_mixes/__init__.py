@@ -59,5 +59,5 @@ def stream_mixes(
         "xla": xla.stream_mixes,
         "triton": functools.partial(triton.stream_mixes, interpret=choice.interpret),
         "tpu": functools.partial(tpu.stream_mixes, interpret=choice.interpret),
-    }[choice.implementation]
+    }[choice.implementation if len(z) else "xla"]
     return run(z, base, scale, streams=streams, iterations=iterations, epsilon=epsilon)

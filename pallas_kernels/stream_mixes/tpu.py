@@ -23,18 +23,14 @@ def stream_mixes(
 ) -> tuple[Array, Array, Array]:
     """See `pallas_kernels.stream_mixes`."""
     count, width = z.shape
-    if count == 0:
-        shapes = ((0, streams), (0, streams), (0, streams, streams))
-        return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
     sublanes = min(SUBLANES, -(-count // LANES))
     padded = -(-count // (sublanes * LANES)) * sublanes * LANES
     rows = jnp.pad(z, ((0, padded - count), (0, 0))).T.reshape(width, padded // LANES, LANES)
     pltpu = backend.tpu()
 
     def kernel(scale_ref, base_ref, z_ref, out_ref):
-        scales = [(scale_ref[min(place // streams, 2)], base_ref[place]) for place in range(width)]
         columns = [z_ref[place] for place in range(width)]
-        values = coefficients(columns, scales, streams=streams, iterations=iterations, epsilon=epsilon)
+        values = coefficients(columns, base_ref, scale_ref, streams=streams, iterations=iterations, epsilon=epsilon)
         for place, value in enumerate(values):
             out_ref[place] = value
 

@@ -26,23 +26,16 @@ def stream_mixes(
         row = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
         live = row < count
         near = jnp.where(live, row, 0)
-        kind = [min(place // streams, 2) for place in range(width)]
         columns = [triton.load(z_ref.at[near, place]) for place in range(width)]
-        scales = [(scale_ref[kind[place]], base_ref[place]) for place in range(width)]
-        values = coefficients(columns, scales, streams=streams, iterations=iterations, epsilon=epsilon)
+        values = coefficients(columns, base_ref, scale_ref, streams=streams, iterations=iterations, epsilon=epsilon)
         # Lanes that are not stored get an index past the end: interpret mode writes their old value there.
         far = jnp.where(live, row, count)
-        for place, value in enumerate(values):
-            if kind[place] == 2:
-                source, destination = divmod(place - 2 * streams, streams)
-                ref = combination_ref.at[far, source, destination]
-            else:
-                ref = (pre_ref, post_ref)[kind[place]].at[far, place % streams]
-            triton.store(ref, value, mask=live)
+        places = [ref.at[far, stream] for ref in (pre_ref, post_ref) for stream in range(streams)]
+        places += [combination_ref.at[far, source, to] for source in range(streams) for to in range(streams)]
+        for place, value in zip(places, values, strict=True):
+            triton.store(place, value, mask=live)
 
     shapes = ((count, streams), (count, streams), (count, streams, streams))
-    if count == 0:
-        return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
     return backend.triton_call(
         kernel,
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],

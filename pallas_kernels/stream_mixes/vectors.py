@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,21 @@ from jax import lax
 Array = jax.Array
 
 
-def coefficients(z: Sequence[Array], scales: Sequence[Array], *, streams: int, iterations: int, epsilon: float) -> list:
+def coefficients(
+    z: Sequence[Array], base: Any, scale: Any, *, streams: int, iterations: int, epsilon: float
+) -> list[Array]:
     """Coefficients of the rows of a block.
 
     Args:
       z: 2 S + S^2 float32 vectors over rows, base not yet added; see `pallas_kernels.stream_mixes`.
-      scales: multiplier and summand of every vector, as pairs.
+      base, scale: refs or arrays of [2 S + S^2] and [3].
       streams: S.
       iterations, epsilon: of the normalization.
 
     Returns:
       As many vectors: pre, post, and the combination row by row.
     """
-    z = [value * factor + summand for value, (factor, summand) in zip(z, scales, strict=True)]
+    z = [value * scale[min(place // streams, 2)] + base[place] for place, value in enumerate(z)]
     pre = [_sigmoid(value) + epsilon for value in z[:streams]]
     post = [2.0 * _sigmoid(value) for value in z[streams : 2 * streams]]
     rows = [z[first : first + streams] for first in range(2 * streams, len(z), streams)]
