@@ -390,9 +390,10 @@ def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
                 faults.append(f"tensor parallel size {parallel} does not divide {name} {size}")
         if config.enable_expert_parallel and view.n_routed_experts % parallel:
             faults.append(f"expert parallel size {parallel} does not divide n_routed_experts {view.n_routed_experts}")
-    if config.mesh.get("data", 1) > 1 or config.data_parallel_size != 1:
-        size = max(config.mesh.get("data", 1), config.data_parallel_size)
-        faults.append(f"data parallel size {size} is not supported: use 1 (mesh axis 'data' and data_parallel_size)")
+    if config.data_parallel_size != 1:
+        faults.append(
+            f"data_parallel_size {config.data_parallel_size} is not supported: data shards are the mesh axis 'data'"
+        )
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(config, name) != 1:
             faults.append(f"{name} {getattr(config, name)} is not supported: use 1")
@@ -437,11 +438,9 @@ def _speculation_faults(config: EngineConfig, view: ModelView) -> list[str]:
             faults.append(
                 f"speculative_model {config.speculative_model!r}: the draft's weights are the checkpoint's own"
             )
-        chips = math.prod(config.mesh.values())
-        if chips > 1 or config.num_processes > 1:
+        if config.num_processes > 1:
             faults.append(
-                f"speculation runs on one device, not on a mesh of {chips} in {config.num_processes} processes: leave "
-                "speculative_method unset"
+                f"speculation runs in one process, not in {config.num_processes}: leave speculative_method unset"
             )
         budget = config.of_shard().max_num_batched_tokens
         if 1 <= budget <= config.num_speculative_tokens:

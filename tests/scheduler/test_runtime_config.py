@@ -134,10 +134,14 @@ def test_accepted_options(options):
         ({"mesh": {"model": 3}}, "tensor parallel size 3 does not divide num_attention_heads 64"),
         ({"mesh": {"model": 16}}, "tensor parallel size 16 does not divide o_groups 8"),
         ({"mesh": {"model": 512}, "enable_expert_parallel": True}, "expert parallel size 512"),
-        ({"mesh": {"data": 2, "model": 1}}, "data parallel size 2"),
+        ({"mesh": {"data": 0, "model": 1}}, "mesh axis 'data' has size 0"),
+        (
+            {"mesh": {"data": 128}},
+            "max_num_batched_tokens 128, the share of each of 128 data shards, is below two pages",
+        ),
         ({"mesh": {"pipe": 1}}, "mesh axis 'pipe'"),
         ({"mesh": {"model": 0}}, "mesh axis 'model' has size 0"),
-        ({"data_parallel_size": 2}, "data parallel size 2"),
+        ({"data_parallel_size": 2}, "data_parallel_size 2 is not supported: data shards are the mesh axis 'data'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
@@ -158,8 +162,8 @@ def test_accepted_options(options):
         ({"speculative_method": "eagle", "num_speculative_tokens": 5}, "speculative_method 'eagle'"),
         ({"speculative_method": "dspark"}, "num_speculative_tokens 0 is outside 1..5"),
         (
-            {"speculative_method": "dspark", "num_speculative_tokens": 5, "mesh": {"data": 1, "model": 2}},
-            "speculation runs on one device",
+            {"speculative_method": "dspark", "num_speculative_tokens": 5, "num_processes": 2},
+            "speculation runs in one process, not in 2",
         ),
         ({"speculative_method": "dspark", "num_speculative_tokens": 6}, "num_speculative_tokens 6 is outside 1..5"),
         (
