@@ -330,6 +330,10 @@ def _tier_faults(config: EngineConfig) -> list[str]:
             faults.append(f"{name} {seconds} must lie in (0, 600] seconds")
     if config.uses_tiers and not config.enable_prefix_caching:
         faults.append("pages beyond the device (host, disk or shared cache) need enable_prefix_caching")
+    if config.uses_tiers and config.num_processes > 1:
+        faults.append(
+            f"pages beyond the device (host, disk or shared cache) work in one process, not in {config.num_processes}"
+        )
     if config.uses_tiers and not config.encoder_swa_bounded_replay and not config.state_checkpoint_interval_tokens:
         faults.append(
             "pages beyond the device need encoder_swa_bounded_replay, or checkpoint images: "

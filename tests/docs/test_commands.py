@@ -33,6 +33,7 @@ ELSEWHERE = {
     "v41jax serve --model DIR --no-decoder-swa-bounded-replay --prompt-logprobs": SERVES,
     "v41jax serve --model DIR --port 8000 --max-num-seqs 64 --max-num-batched-tokens 4096": SERVES,
     "v41jax serve --model DIR --mesh data=1,model=8 --enable-expert-parallel": MESH,
+    "v41jax serve --model DIR --mesh data=4,model=2 --enable-expert-parallel": MESH,
     "v41jax serve --model DIR --mesh data=1,model=8 --coordinator HOST:PORT --num-processes 2 --process-id 0": MESH,
     "v41jax serve --model DIR --mesh data=1,model=8 --coordinator HOST:PORT --num-processes 2 --process-id 1": MESH,
     "v41jax serve --model DIR --host-cache-bytes 64000000000 --disk-cache-dir /var/cache/v41jax "
