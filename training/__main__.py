@@ -7,9 +7,9 @@ from pathlib import Path
 
 from training.run import Options, Run
 
-PHASES = ("target", "baseline", "replay", "cooldown", "matched", "draft", "export", "evaluate")
+PHASES = ("target", "baseline", "replay", "cooldown", "matched", "draft", "export", "evaluate", "acceptance")
 
-ALL = ("target", "replay", "matched", "draft", "export", "evaluate")
+ALL = ("target", "replay", "matched", "draft", "export", "evaluate", "acceptance")
 """What one command does; the baseline of equal time is better run beside the target, as a second process."""
 
 

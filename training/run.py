@@ -179,17 +179,23 @@ class Run:
         self.log(phase="export", directory=str(directory), bytes=size)
 
     def evaluate(self) -> None:
-        """Held-out bits per byte of target and baseline, and tokens a step of the draft on held-out prompts."""
-        results: dict[str, object] = {}
+        """Held-out bits per byte of target and baseline after each of their phases, to `evaluation.json`."""
+        results: dict[str, Any] = {}
         for phase in ("target", "replay"):
             results[phase] = self._held_out(phase, self._target_nats)
         for phase in ("baseline", "cooldown", "matched"):
             results[phase] = self._held_out(phase, self._baseline_nats)
+        self._report("evaluation", results)
+
+    def acceptance(self) -> None:
+        """Tokens a step of the draft along continuations of held-out prompts, to `acceptance.json`."""
         generated = self._generated(jnp.asarray(self.held_out), min(256, self.options.generated), self.options.seed + 2)
         frozen = {**self._frozen(), **self._draft_weights(self._carried("draft"))}
-        results["draft"] = acceptance(frozen, generated, self._prompt, self.constants, setup=self.setup)
-        self.log(phase="evaluate", **results["draft"])
-        (self.options.out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        self._report("acceptance", acceptance(frozen, generated, self._prompt, self.constants, setup=self.setup))
+
+    def _report(self, name: str, results: dict[str, Any]) -> None:
+        self.log(phase=name, **results)
+        (self.options.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
     # ---- schedules ----------------------------------------------------------------------------------------------
 
