@@ -486,9 +486,11 @@ class Engine:
     # Reports -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Queue, pages, totals, recompiles, recent step times, rows run by part of the model, worth of drafts; plain
-        values."""
+        """Queue, pages, totals, recompiles, recent step times, rows run by part of the model, worth of drafts, and the
+        numbers of each data shard where there are several; plain values."""
         scheduler = dataclasses.asdict(self.core.scheduler.statistics())
+        if not scheduler["shards"]:
+            del scheduler["shards"]
         times = list(self.core.step_times)
         count = max(len(times), 1)
         host = {

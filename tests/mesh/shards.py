@@ -20,6 +20,7 @@ from scheduler.pools import poison
 from scheduler.runtime_config import EngineConfig
 from scheduler.sequence import SamplingParams
 from scheduler.sharded import ShardedScheduler
+from tests.vision.builders import random_image
 from v41jax.engine import Engine
 from v41jax.engine_requests import Prompt
 
@@ -31,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "long": {},
     "small": {"max_num_seqs": 4, "decode_buckets": (1,), "long_prefill_token_threshold": 0},
     "warm": {},
+    "images": {"vision": "on"},
     "replay": {"encoder_swa_bounded_replay": True, "decoder_swa_bounded_replay": True},
     "drafts": {"speculative_method": "dspark", "num_speculative_tokens": 5},
     "tiers": {"host_cache_bytes": 1 << 24},
@@ -95,6 +97,19 @@ def long_requests(vocabulary: int) -> list[Prompt]:
         Prompt((*first[: 64 - 32 * (number % 2)], *tail), greedy(110), arrival_step=3 * number)
         for number, tail in enumerate(tails)
     ]
+
+
+def image_requests(engine: Engine) -> list[Prompt]:
+    """Images beside text, on as many shards as there are requests."""
+    config = engine.core.runner.setup.config
+    random = np.random.default_rng(5)
+    prompts = []
+    for number in range(3):
+        ids = random.integers(3, config.image_token_id - 10, 20 + 9 * number).tolist()
+        ids[4 + number] = config.image_token_id
+        picture = random_image(config.vision, 4 + number, 5, seed=number)
+        prompts.append(engine.prompt_with_images(ids, [picture], greedy(4)))
+    return [*prompts, Prompt(tuple(random.integers(3, 200, 30).tolist()), greedy(4))]
 
 
 def spoil(engine: Engine) -> None:
@@ -167,14 +182,17 @@ def serve(engine: Engine, names: list[str], known: dict[tuple[int, ...], list[in
     again = [dataclasses.replace(first[index], arrival_step=0) for index in (0, 3)]
     turn = dataclasses.replace(again[0], tokens=(*first[0].tokens, *results[0]["tokens"], 5, 6, 7))
     results += play(engine, [*again, turn])
+    more: dict[str, list[dict[str, Any]]] = {}
     if "long" in names:
         later = long_requests(vocabulary)
-        results += play(engine, later, abort=2)
-        known |= {prompt.tokens: result["tokens"] for prompt, result in zip(later, results[-len(later) :], strict=True)}
+        more["long"] = play(engine, later, abort=2)
+        known |= {prompt.tokens: result["tokens"] for prompt, result in zip(later, more["long"], strict=True)}
+    if "images" in names:
+        more["images"] = play(engine, image_requests(engine))
     shared = share(engine, vocabulary) if "tiers" in names else None
     statistics = engine.statistics()
     return {
-        "requests": results,
+        "requests": {"first": results, **more},
         "shared": shared,
         "statistics": {
             key: statistics.get(key)

@@ -36,4 +36,4 @@ def small_config() -> ModelConfig:
 
 def write_checkpoint(path: Path) -> None:
     """A random checkpoint of it."""
-    synthesize(path, small_config(), seed=17, scopes=("text", "draft"))
+    synthesize(path, small_config(), seed=17, scopes=("text", "draft", "vision"))
