@@ -79,7 +79,7 @@ def test_the_command_prints_a_table_and_writes_json(directory, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to compare: give --right, or --replay"),
+        ([], "nothing to compare: give --right, --replay, or --ledger"),
         (["--replay", "--lengths", "20,x"], "--lengths '20,x' must be whole numbers of at least 2"),
     ],
 )

@@ -62,6 +62,8 @@ ELSEWHERE = {
     "python -m benchmarks.nano_numerics --model checkpoints/nano --data .data --parts formats,replay,drafts,mlx": (
         "takes half an hour: tests/benchmarks runs its measures"
     ),
+    "v41jax compare --model checkpoints/nano --ledger --prompts docs/ledger/prompts.jsonl --continuation 64 "
+    "--budgets docs/ledger/budgets.toml --page docs/numerics.md": "tests/comparison/test_ledger.py runs it",
     "python -m v41jax.notebook_pages": "tests/docs/test_notebooks.py executes every notebook",
     "python -m pytest -q tests/compile_gates/test_index_tpu.py": "is a test",
     "python -m pytest -q tests/compile_gates/test_index_gpu.py": "is a test",

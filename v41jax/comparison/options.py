@@ -13,6 +13,8 @@ from v41jax.precision import Precision
 KINDS = ("reference", "xla", "pallas", "npz")
 REPLAYS = ("decoder", "encoder", "both")
 DTYPES = ("float32", "bfloat16")
+PARTS = ("activations", "index", "main", "window")
+"""What activation quantization rounds: inputs of matrix products, index keys and queries, compressed rows, windows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Options:
       precision: rounding choices.
       packed: FP4 main rows and FP8 window rows.
       index_format: of the index plane, "fp4" or "fp8".
+      only: the reference quantizes these of `PARTS` and leaves the others alone; None is all.
       weights: form of the weights.
       chunks: rows of each forward of the free-running logits; None is one.
       replay: bounded replay mode of the free-running logits, one of `REPLAYS`, or None.
@@ -37,6 +40,7 @@ class Options:
     precision: Precision
     packed: bool = False
     index_format: str = "fp4"
+    only: tuple[str, ...] | None = None
     weights: str = "dequantized"
     chunks: tuple[int, ...] | None = None
     replay: str | None = None
@@ -94,6 +98,11 @@ def parse(text: str, precision: Precision) -> Options:
             changes["index_score_dtype"] = jnp.dtype(value)
         elif name == "index":
             values["index_format"] = one_of(name, value, ("fp4", "fp8"))
+        elif name == "only":
+            parts = tuple(value.split("+"))
+            values["only"] = parts
+            for unknown in sorted(set(parts) - set(PARTS)):
+                faults.append(f"only={unknown} must be of {', '.join(PARTS)}, joined by +")
         elif name == "weights":
             values["weights"] = one_of(name, value, ("stored", "dequantized"))
         elif name == "replay":
@@ -112,8 +121,10 @@ def parse(text: str, precision: Precision) -> Options:
     options = Options(kind, text, precision, **values)  # type: ignore[arg-type]
     if options.packed and not precision.activation_quantization:
         faults.append("packed rows hold quantized activations: they need quant")
-    if kind == "reference" and (options.packed or options.replay or options.weights != "dequantized"):
-        faults.append("the reference has no packed rows, weight forms or replay modes")
+    if kind == "reference" and (options.packed or options.weights != "dequantized"):
+        faults.append("the reference has no packed rows or weight forms")
+    if options.only is not None and (kind != "reference" or not precision.activation_quantization):
+        faults.append("only= says what the reference quantizes: it needs reference and quant")
     if faults:
         raise ValueError(f"{text!r}: " + "; ".join(faults))
     return options
