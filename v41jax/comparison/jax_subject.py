@@ -54,6 +54,7 @@ class JaxSubject:
             max_model_len=max_model_len,
             form=cast(WeightForm, options.weights),
             kernels="pallas" if options.kind == "pallas" else "xla",
+            parallel=options.parallel,
             packed=options.packed,
             index_format=options.index_format,
             block_size=None if options.replay is None else replay_page(self.config),
