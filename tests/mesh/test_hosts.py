@@ -1,0 +1,50 @@
+"""One engine over two processes, and its end when one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import pytest
+
+from tests.mesh.model import write_checkpoint
+from tests.mesh.processes import finish, start
+from v41jax.multihost import LOST_EXIT_CODE
+
+PROGRAM = "tests.mesh.serving"
+WITHIN_S = 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hosts") / "checkpoint"
+    write_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint):
+    return {"1": json.loads(finish(start(PROGRAM, checkpoint, "1")))}
+
+
+def test_two_processes_serve_the_same_tokens_and_notice_a_loss(checkpoint, served):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = (checkpoint, "8", f"127.0.0.1:{port}")
+    leader, follower = (start(PROGRAM, *place, process, devices=4) for process in (0, 1))
+    try:
+        line = leader.stdout.readline()
+        assert line, [process.communicate(timeout=60)[1] for process in (leader, follower)]
+        assert json.loads(line)["tokens"] == served["1"]["tokens"]
+        follower.kill()
+        began = time.monotonic()
+        _, errors = leader.communicate(timeout=2 * WITHIN_S)
+        assert time.monotonic() - began < WITHIN_S
+        assert leader.returncode == LOST_EXIT_CODE
+        assert "HostLostError: process 1 was lost" in errors
+    finally:
+        for process in (leader, follower):
+            process.kill()
+            process.wait()
