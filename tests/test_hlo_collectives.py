@@ -50,6 +50,28 @@ def test_loops_are_multiplied_out_and_the_dearer_branch_counts():
     ]
 
 
+def test_a_loop_that_names_no_count_runs_up_to_the_limit_of_its_condition():
+    counter = """%condition (state: (s32[], f32[8,64])) -> pred[] {
+  %limit.2 = s32[]{:T(128)} constant(7)
+  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i, %limit.2), direction=LT
+"""
+    unnamed = PROGRAM.replace(', frontend={"known_trip_count":{"n":"5"}}', "")
+    known = unnamed.replace(PROGRAM[PROGRAM.index("%condition (") : PROGRAM.index("}\n\n%cheap")], counter)
+    assert {one.kind: one.count for one in count_collectives(unnamed)}["reduce-scatter"] == 1
+    assert {one.kind: one.count for one in count_collectives(known)}["reduce-scatter"] == 7
+
+
+def test_groups_may_be_named_by_the_axes_of_a_mesh():
+    def group(groups: str) -> int:
+        line = f"  ROOT %g = f32[4]{{0}} all-reduce(%p), replica_groups={groups}, to_apply=%add\n"
+        return count_collectives("HloModule m\n\nENTRY %main (p: f32[4]) -> f32[4] {\n" + line + "}\n")[0].group
+
+    assert group("mesh['axis_0'=8,'axis_1'=4,'axis_2'=2] {'axis_1'}") == 4
+    assert group("mesh['axis_0'=8,'axis_1'=4,'axis_2'=2] {'axis_0','axis_2'}") == 16
+    assert group("mesh['a'=8] {'a':(2)4}") == 4
+
+
 def test_a_program_without_collectives_has_none():
     assert (
         count_collectives("HloModule m\n\nENTRY %main (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n") == []
