@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 
-from tests.mesh.model import write_checkpoint
 from tests.mesh.processes import finish, start
 
 
-def test_a_conversion_restores_onto_any_mesh_and_tables_may_lie_in_device_memory(tmp_path):
-    checkpoint = tmp_path / "checkpoint"
-    write_checkpoint(checkpoint)
+def test_a_conversion_restores_onto_any_mesh_and_tables_may_lie_in_device_memory(checkpoint, tmp_path):
     counts = json.loads(finish(start("tests.mesh.restored", checkpoint, tmp_path / "out")))
     assert counts["compared"] > 300
     assert counts["cut"] > 100
