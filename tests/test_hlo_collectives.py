@@ -62,6 +62,21 @@ def test_a_loop_that_names_no_count_runs_up_to_the_limit_of_its_condition():
     assert {one.kind: one.count for one in count_collectives(known)}["reduce-scatter"] == 7
 
 
+def test_a_fused_reduce_scatter_of_a_tpu_is_no_all_reduce():
+    program = """HloModule m
+
+%all-reduce-scatter.1 (input: f32[64,8]) -> f32[16,8] {
+  %sum = f32[64,8]{1,0} all-reduce(%input), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %own = f32[16,8]{1,0} dynamic-slice(%sum, %first, %zero), dynamic_slice_sizes={16,8}
+}
+
+ENTRY %main (p: f32[64,8]) -> f32[16,8] {
+  ROOT %f = f32[16,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+    assert count_collectives(program) == [Collective("reduce-scatter", 2048, 4, 1)]
+
+
 def test_groups_may_be_named_by_the_axes_of_a_mesh():
     def group(groups: str) -> int:
         line = f"  ROOT %g = f32[4]{{0}} all-reduce(%p), replica_groups={groups}, to_apply=%add\n"

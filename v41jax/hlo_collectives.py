@@ -10,6 +10,10 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+FUSED_SCATTER = "all-reduce-scatter"
+"""Prefix of the fusions in which a TPU program writes a reduce-scatter of many rows: an all-reduce and the slice of it,
+which one ring runs as a reduce-scatter."""
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 _WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -87,6 +91,9 @@ def _walk(name: str, computations: dict[str, list[str]], known: dict[str, Counte
             sizes = [_bytes(*array) for array in _ARRAY.findall(result)]
             if operation.endswith("-start") and kind != "all-reduce":
                 sizes = sizes[len(sizes) // 2 :]  # an asynchronous start holds its operands too, before its results
+            if name.startswith(FUSED_SCATTER) and kind == "all-reduce":
+                total["reduce-scatter", sum(sizes), group] += 1
+                continue
             # A reduce-scatter's result is a part of what it started from.
             total[kind, sum(sizes) * (group if kind == "reduce-scatter" else 1), group] += 1
         elif operation == "conditional":
