@@ -34,8 +34,8 @@ from v41jax.sharding import make_mesh
 from v41jax.step_arrays import empty_step, engram_shapes
 
 QUICK = {"exec_time_optimization_effort": -1.0}
-"""Compiler options of a plan that need not run: the least effort for speed, a fifth of the time to compile. Memory and
-collectives, which a plan reads, are decided before."""
+"""Compiler options of a plan that need not run: the least effort for speed, a fifth of the time to compile. The
+temporaries of the parts of the model that were compiled both ways differed by one in a hundred."""
 
 
 @dataclasses.dataclass(frozen=True)

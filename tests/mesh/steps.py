@@ -2,7 +2,8 @@
 
 To be run in a process of its own with eight devices, see `processes`:
 `python -m tests.mesh.steps CHECKPOINT OUT MESH...`, a mesh as `DATAxMODEL:ARRANGEMENT[:quantized]`. The file OUT
-receives for every mesh the logits of all rows, the tokens, and the collectives of its decode program.
+receives for every mesh the logits of all rows, the tokens, and the collectives of its decode program; of a quantized
+one the first chunk's logits and the collectives of its prefill program.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class MeshModel:
         return np.asarray(output.logits).reshape(len(shards), rows, -1)
 
 
-def play(model: LoadedModel, parallel: Parallel) -> dict[str, Any]:
-    """All logits and tokens of the prompts on one mesh, and the decode program's collectives."""
+def play(model: LoadedModel, parallel: Parallel, first_chunk_only: bool) -> dict[str, Any]:
+    """All logits and tokens of the prompts on one mesh, and the last program's collectives."""
     place = MeshModel(model, parallel)
     random = np.random.default_rng(5)
     vocabulary = model.setup.config.text.vocab_size
@@ -98,17 +99,23 @@ def play(model: LoadedModel, parallel: Parallel) -> dict[str, Any]:
             logits[index].append(result[homes[index], first : first + stop - start])
             filled[homes[index]] += stop - start
 
+    def result(phase: str) -> dict[str, Any]:
+        counted = count_collectives(place.programs[phase].as_text())
+        return {
+            "logits": np.concatenate([np.concatenate(parts) for parts in logits]),
+            "tokens": np.stack([tokens[-NEW_TOKENS:] for tokens in ids]),
+            "collectives": json.dumps([entry._asdict() for entry in counted]),
+        }
+
     forward("prefill", [(0, FIRST_CHUNK)] * len(ids), ROWS)
+    if first_chunk_only:
+        return result("prefill")
     forward("prefill", [(FIRST_CHUNK, length) for length in LENGTHS], ROWS)
     for _ in range(NEW_TOKENS):
         for index in range(len(ids)):
             ids[index] = np.append(ids[index], np.argmax(logits[index][-1][-1]).astype(np.int32))
         forward("decode", [(len(tokens) - 1, len(tokens)) for tokens in ids], DECODE_ROWS)
-    return {
-        "logits": np.concatenate([np.concatenate(parts) for parts in logits]),
-        "tokens": np.stack([tokens[-NEW_TOKENS:] for tokens in ids]),
-        "collectives": json.dumps([entry._asdict() for entry in count_collectives(place.programs["decode"].as_text())]),
-    }
+    return result("decode")
 
 
 def parse(name: str) -> tuple[Parallel, bool]:
@@ -126,7 +133,7 @@ def main() -> None:
         precision = Precision(jnp.dtype("float32"), quantized)
         form = "stored" if quantized else "dequantized"
         with load_model(Path(checkpoint), precision, max_model_len=128, form=form, packed=quantized) as model:
-            for key, value in play(model, parallel).items():
+            for key, value in play(model, parallel, first_chunk_only=quantized).items():
                 arrays[f"{name}/{key}"] = value
     np.savez(out, **arrays)
 

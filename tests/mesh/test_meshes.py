@@ -9,7 +9,7 @@ import pytest
 
 from tests.mesh.model import mesh_config
 from tests.mesh.processes import finish, start
-from tests.mesh.steps import DECODE_ROWS, parse
+from tests.mesh.steps import DECODE_ROWS, ROWS, parse
 from v41jax.hlo_collectives import Collective
 from v41jax.plan_work import Rows, expected_collectives, sent_bytes
 
@@ -66,4 +66,4 @@ def test_quantized_rows_travel_as_codes(played):
     assert np.median(np.abs(played[f"{mesh}/logits"] - played[f"{one}/logits"])) < 1e-3
     hidden, (parallel, _) = mesh_config().text.hidden_size, parse(mesh)
     gathered = [entry for entry in collectives(played, mesh) if entry.kind == "all-gather"]
-    assert any(entry.bytes == DECODE_ROWS * parallel.data * hidden for entry in gathered)
+    assert any(entry.bytes == ROWS * parallel.data * hidden for entry in gathered)
