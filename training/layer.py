@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
+from training.mixing import mixes
 from training.straight_through import contract, fake_table, linear, q4m, q4n, q8
 from training.weights import Masters
 from v41jax.config import TextConfig
 from v41jax.layers.engram import EngramWeights, gates
-from v41jax.layers.hyper_connections import Mixes, MixWeights, collapse, expand, mixes
+from v41jax.layers.hyper_connections import Mixes, MixWeights, collapse, expand
 from v41jax.layers.linear import LinearWeight
 from v41jax.layers.moe import RouterWeights, Routing, route, swiglu
 from v41jax.layers.norm import rms_norm
@@ -66,7 +67,7 @@ class Layer:
     def mixes(self, streams: Array, sublayer: str) -> Mixes:
         """Coefficients of one sublayer from the streams [N, S, D]."""
         parts = (self.get(f"hc_{sublayer}_{part}") for part in ("fn", "base", "scale"))
-        return mixes(streams, MixWeights(*parts), self.text, "xla")
+        return mixes(streams, MixWeights(*parts), self.text)
 
 
 def engram_update(layer: Layer, streams: Array, rows: Array) -> Array:

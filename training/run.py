@@ -11,7 +11,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class Options:
     Attributes:
       data: what `training.data` prepared.
       out: states, snapshots, logs and results.
-      seconds: of each phase; None takes the phase's own.
+      seconds: of a phase, by its name; the others take their own.
       batch: sequences of a step.
       length: tokens of a sequence.
       rate: highest learning rate.
@@ -70,7 +70,7 @@ class Options:
 
     data: Path
     out: Path
-    seconds: float | None = None
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     batch: int = 32
     length: int = 1024
     rate: float = 2e-3
@@ -116,22 +116,23 @@ class Run:
         self.held_out = load_stream(options.data, "heldout")
         self.byte_lengths = byte_lengths(tokenizer)
         self.log = Log(options.out / "log.jsonl")
+        self._ended: dict[str, TrainState] = {}
 
     # ---- phases -------------------------------------------------------------------------------------------------
 
     def target(self) -> None:
         """First phase of the target: constant rate, selection narrowing from everything to the released size."""
-        self._train("target", lambda: self._masters(("text",)), self._target_step(), self._first_schedule, 480)
+        self._train("target", lambda: self._masters(("text",)), self._target_step, self._first_schedule, 480)
 
     def baseline(self) -> None:
         """First phase of the dense baseline."""
         masters = functools.partial(baseline.initial_masters, self.baseline_config, self.options.seed)
-        self._train("baseline", masters, self._baseline_step(), self._first_schedule, 480)
+        self._train("baseline", masters, self._baseline_step, self._first_schedule, 480)
 
     def replay(self) -> None:
         """Last phase of the target: falling rate, windows rebuilt in half of the sequences."""
         self._train(
-            "replay", lambda: self._carried("target"), self._target_step(), self._last_schedule, 150, carried="target"
+            "replay", lambda: self._carried("target"), self._target_step, self._last_schedule, 150, carried="target"
         )
 
     def cooldown(self) -> None:
@@ -139,7 +140,7 @@ class Run:
         self._train(
             "cooldown",
             lambda: self._carried("baseline"),
-            self._baseline_step(),
+            self._baseline_step,
             self._last_schedule,
             150,
             carried="baseline",
@@ -156,7 +157,7 @@ class Run:
             return first._replace(rate=first.rate * falling)
 
         masters = functools.partial(baseline.initial_masters, self.baseline_config, self.options.seed)
-        self._train("matched", masters, self._baseline_step(), schedule, 1e9, steps=total)
+        self._train("matched", masters, self._baseline_step, schedule, 1e9, steps=total)
 
     def draft(self) -> None:
         """The draft stages, Markov head and confidence head, from the frozen target."""
@@ -178,17 +179,23 @@ class Run:
         self.log(phase="export", directory=str(directory), bytes=size)
 
     def evaluate(self) -> None:
-        """Held-out bits per byte of target and baseline, and tokens a step of the draft on held-out prompts."""
-        results: dict[str, object] = {}
+        """Held-out bits per byte of target and baseline after each of their phases, to `evaluation.json`."""
+        results: dict[str, Any] = {}
         for phase in ("target", "replay"):
             results[phase] = self._held_out(phase, self._target_nats)
         for phase in ("baseline", "cooldown", "matched"):
             results[phase] = self._held_out(phase, self._baseline_nats)
+        self._report("evaluation", results)
+
+    def acceptance(self) -> None:
+        """Tokens a step of the draft along continuations of held-out prompts, to `acceptance.json`."""
         generated = self._generated(jnp.asarray(self.held_out), min(256, self.options.generated), self.options.seed + 2)
         frozen = {**self._frozen(), **self._draft_weights(self._carried("draft"))}
-        results["draft"] = acceptance(frozen, generated, self._prompt, self.constants, setup=self.setup)
-        self.log(phase="evaluate", **results["draft"])
-        (self.options.out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        self._report("acceptance", acceptance(frozen, generated, self._prompt, self.constants, setup=self.setup))
+
+    def _report(self, name: str, results: dict[str, Any]) -> None:
+        self.log(phase=name, **results)
+        (self.options.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
     # ---- schedules ----------------------------------------------------------------------------------------------
 
@@ -225,7 +232,7 @@ class Run:
     ) -> None:
         """Steps until the phase's seconds are over, or as many as stated; the state of `carried` is taken along."""
         options = self.options
-        seconds = seconds if steps is not None else options.seconds or seconds
+        seconds = seconds if steps is not None else options.seconds.get(phase, seconds)
         began = time.perf_counter()
         states = States(options.out / "states" / phase)
         state = start(masters(), options.seed)
@@ -237,13 +244,7 @@ class Run:
         if phase in ("baseline", "cooldown", "matched"):
             constants = constants._replace(plain=self.baseline_table)
 
-        @functools.partial(jax.jit, donate_argnums=0)
-        def several(state: TrainState, constants: Any, schedule: Schedule) -> tuple[TrainState, Array]:
-            state, metrics = jax.lax.scan(
-                lambda carry, _: step(carry, constants, schedule), state, None, length=options.inner
-            )
-            return state, jnp.mean(metrics, axis=0)
-
+        several = _several(step, options.inner)
         count = first = int(state.step)
         saved = logged = time.perf_counter()
         pending: list[tuple[int, Schedule, Array]] = []
@@ -280,6 +281,7 @@ class Run:
         save_snapshot(options.out / "snapshots", phase, state.masters, count)
         states.save(state)
         states.close()
+        self._ended = {phase: state}
         self.log(phase=phase, done=True, steps=count, elapsed=round(time.perf_counter() - began, 1))
 
     def _log_step(self, phase: str, step: int, schedule: Schedule, values: np.ndarray, elapsed: float) -> None:
@@ -295,11 +297,13 @@ class Run:
             **dict(zip(names, (first, second, third))),
         )
 
+    @functools.cached_property
     def _target_step(self) -> Step:
         return functools.partial(
             objective.target_step, setup=self.setup, batch=self.options.batch, length=self.options.length
         )
 
+    @functools.cached_property
     def _baseline_step(self) -> Step:
         return functools.partial(
             objective.baseline_step,
@@ -314,6 +318,8 @@ class Run:
         return initial_masters(self.config, scopes, self.options.seed)
 
     def _state_of(self, phase: str, like: TrainState) -> TrainState | None:
+        if phase in self._ended:
+            return self._ended[phase]
         directory = self.options.out / "states" / phase
         if not directory.is_dir():
             return None
@@ -476,6 +482,17 @@ def draft_step(
 
     gradients, metrics = jax.grad(loss, has_aux=True)(state.masters)
     return update(state, gradients, schedule.rate), metrics
+
+
+@functools.cache
+def _several(step: Step, count: int) -> Callable[[TrainState, Any, Schedule], tuple[TrainState, Array]]:
+    """`count` steps as one program that gives the mean of their metrics; phases with the same step share it."""
+
+    def several(state: TrainState, constants: Any, schedule: Schedule) -> tuple[TrainState, Array]:
+        state, metrics = jax.lax.scan(lambda carry, _: step(carry, constants, schedule), state, None, length=count)
+        return state, jnp.mean(metrics, axis=0)
+
+    return jax.jit(several, donate_argnums=0)
 
 
 def _table(frequencies: np.ndarray, positions: int) -> RopeTable:

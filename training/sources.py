@@ -59,10 +59,10 @@ SOURCES = (
         "GNU Collaborative International Dictionary of English",
         "dict",
         ("usr/share/dictd/*.dict.dz",),
-        8_000_000,
+        18_000_000,
     ),
-    Source("dict-wn", "WordNet licence", "WordNet 3.0", "dict", ("usr/share/dictd/*.dict.dz",), 2_000_000),
-    Source("dict-foldoc", "GFDL-1.2+", "Free On-line Dictionary of Computing", "dict", ("usr/share/dictd/*.dict.dz",)),
+    Source("dict-wn", "WordNet licence", "WordNet 3.0", "dict", ("usr/share/dictd/*.dict.dz",), 6_000_000),
+    Source("dict-foldoc", "GFDL-1.1+", "Free On-line Dictionary of Computing", "dict", ("usr/share/dictd/*.dict.dz",)),
     Source("dict-jargon", "public domain", "The Jargon File", "dict", ("usr/share/dictd/*.dict.dz",)),
     Source(
         "debian-handbook",
@@ -79,14 +79,14 @@ SOURCES = (
         "html",
         ("usr/share/developers-reference/[a-z]*.html",),
     ),
-    Source("harden-doc", "GPL-2+", "Securing Debian Manual", "html", ("usr/share/doc/harden-doc/html/en-US/*.html",)),
+    Source("harden-doc", "GPL-2", "Securing Debian Manual", "html", ("usr/share/doc/harden-doc/html/en-US/*.html",)),
     Source(
         "linux-doc-6.12",
         "GPL-2",
         "documentation of the Linux kernel",
         "text",
         ("usr/share/doc/linux-doc-6.12/Documentation/**/*.rst*",),
-        8_000_000,
+        18_000_000,
     ),
     Source(
         "python3.11-doc",
@@ -94,7 +94,7 @@ SOURCES = (
         "documentation of Python",
         "text",
         ("usr/share/doc/python3.11/html/_sources/**/*.txt",),
-        6_000_000,
+        12_000_000,
     ),
     Source("git-doc", "GPL-2", "documentation of Git", "text", ("usr/share/doc/git-doc/**/*.txt*",), 4_000_000),
     Source("vim-doc", "Vim licence", "the Vim manual", "html", ("usr/share/doc/vim/html/usr_*.html",)),
@@ -106,6 +106,49 @@ SOURCES = (
         ("usr/share/help/C/**/*.page",),
         4_000_000,
     ),
+    Source(
+        "postgresql-doc-15",
+        "PostgreSQL licence",
+        "documentation of PostgreSQL",
+        "html",
+        ("usr/share/doc/postgresql-doc-15/html/*.html",),
+    ),
+    Source("perl-doc", "GPL-1+ or Artistic", "documentation of Perl", "text", ("usr/share/perl/5.36.0/pod/*.pod",)),
+    Source(
+        "python-django-doc",
+        "BSD-3-Clause",
+        "documentation of Django",
+        "html",
+        ("usr/share/doc/python-django-doc/html/**/*.html",),
+    ),
+    Source(
+        "python-sqlalchemy-doc",
+        "MIT",
+        "documentation of SQLAlchemy",
+        "html",
+        ("usr/share/doc/python-sqlalchemy-doc/html/**/*.html",),
+        6_000_000,
+    ),
+    Source(
+        "apache2-doc",
+        "Apache-2.0",
+        "documentation of the Apache HTTP server",
+        "html",
+        ("usr/share/doc/apache2-doc/manual/en/**/*.html",),
+    ),
+    Source("sqlite3-doc", "public domain", "documentation of SQLite", "html", ("usr/share/doc/sqlite3/*.html",)),
+    Source(
+        "rust-doc",
+        "MIT or Apache-2.0",
+        "books on Rust",
+        "html",
+        tuple(
+            f"usr/share/doc/rust-doc/html/{book}/**/*.html"
+            for book in ("book", "edition-guide", "embedded-book", "nomicon", "reference", "rustc", "cargo", "rustdoc")
+        ),
+        8_000_000,
+    ),
+    Source("nodejs-doc", "MIT", "documentation of Node.js", "text", ("usr/share/doc/nodejs/api/*.md*",), 4_000_000),
 )
 
 _DROPPED = re.compile(r"(?is)<(script|style|head|nav)\b.*?</\1>|<!--.*?-->")

@@ -6,9 +6,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import backend
-from pallas_kernels.grouped_experts import tpu, triton, xla
+from pallas_kernels.grouped_experts import dense, tpu, triton, xla
 from pallas_kernels.grouped_experts.types import ExpertWeights
 
 __all__ = ["ExpertWeights", "grouped_experts"]
@@ -60,12 +61,6 @@ def grouped_experts(
       ValueError: for an unknown implementation.
       KernelUnsupportedError: "pallas" where no kernel runs.
     """
-    layers = 1
-    if layer is not None:
-        layers, experts = jax.tree.leaves(w1)[0].shape[:2]
-        outside = (expert_ids < 0) | (expert_ids >= experts)
-        expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
-        w1, w3, w2 = (_joined(weight) for weight in (w1, w3, w2))
     choice = backend.choose(
         "grouped_experts",
         implementation,
@@ -74,23 +69,23 @@ def grouped_experts(
             "tpu": backend.Candidate(tpu.unsupported(x, w1, w2)),
         },
     )
+    options = {"swiglu_limit": swiglu_limit, "quantize_hidden": quantize_hidden, "valid": valid}
+    widened = not isinstance(w1, ExpertWeights)
+    if choice.implementation == "xla" and widened and dense.pays(*expert_ids.shape, w1.shape[-3]):
+        matrices = [w if layer is None else lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in (w1, w3, w2)]
+        return dense.grouped_experts(x, expert_ids, weights, *matrices, **options)
+    layers = 1
+    if layer is not None:
+        layers, experts = jax.tree.leaves(w1)[0].shape[:2]
+        outside = (expert_ids < 0) | (expert_ids >= experts)
+        expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
+        w1, w3, w2 = (_joined(weight) for weight in (w1, w3, w2))
     run = {
         "xla": xla.grouped_experts,
         "triton": functools.partial(triton.grouped_experts, interpret=choice.interpret),
         "tpu": functools.partial(tpu.grouped_experts, interpret=choice.interpret),
     }[choice.implementation]
-    return run(
-        x,
-        expert_ids,
-        weights,
-        w1,
-        w3,
-        w2,
-        swiglu_limit=swiglu_limit,
-        quantize_hidden=quantize_hidden,
-        valid=valid,
-        layers=layers,
-    )
+    return run(x, expert_ids, weights, w1, w3, w2, layers=layers, **options)
 
 
 def _joined(weight: ExpertWeights | Array) -> ExpertWeights | Array:

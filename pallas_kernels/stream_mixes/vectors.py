@@ -15,7 +15,7 @@ Array = jax.Array
 
 
 def coefficients(
-    z: Sequence[Array], base: Any, scale: Any, *, streams: int, iterations: int, epsilon: float
+    z: Sequence[Array], base: Any, scale: Any, *, streams: int, iterations: int, epsilon: float, unrolled: bool = False
 ) -> list[Array]:
     """Coefficients of the rows of a block.
 
@@ -24,6 +24,7 @@ def coefficients(
       base, scale: refs or arrays of [2 S + S^2] and [3].
       streams: S.
       iterations, epsilon: of the normalization.
+      unrolled: write the alternations one after the other, for a derivative inside a kernel.
 
     Returns:
       As many vectors: pre, post, and the combination row by row.
@@ -42,7 +43,13 @@ def coefficients(
         sums = [_sum(value[row * streams : (row + 1) * streams]) + epsilon for row in range(streams)]
         return columns(tuple(entry / sums[place // streams] for place, entry in enumerate(value)))
 
-    return [*pre, *post, *lax.fori_loop(0, iterations - 1, step, columns(matrix))]
+    matrix = columns(matrix)
+    if unrolled:
+        for index in range(iterations - 1):
+            matrix = step(index, matrix)
+    else:
+        matrix = lax.fori_loop(0, iterations - 1, step, matrix)
+    return [*pre, *post, *matrix]
 
 
 def _sum(values: Sequence[Array]) -> Array:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts, tpu, triton
+from pallas_kernels.grouped_experts import ExpertWeights, dense, grouped_experts, tpu, triton, xla
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
 
@@ -84,6 +84,19 @@ def test_rows_do_not_depend_on_their_neighbours():
             setattr(case, name, getattr(case, name)[:count])
         np.testing.assert_allclose(run(case, quantize_hidden=False), whole[:count], rtol=1e-5, atol=1e-6)
         case = expert_case(4, rows=24, experts=6, chosen=2, poison_unused=False)
+
+
+@pytest.mark.parametrize("quantize_hidden", [False, True])
+def test_few_rows_on_most_experts_give_what_the_loop_gives(quantize_hidden):
+    case = expert_case(9, rows=8, experts=6, chosen=2, padding=2)
+    case.expert_ids[0, 1], case.expert_ids[3, 0] = 6, -1
+    assert dense.pays(*case.expert_ids.shape, 6)
+    x, ids, routing, *matrices = case.arrays(jnp.float32)
+    valid, options = jnp.asarray(case.valid), {"swiglu_limit": 0.5, "quantize_hidden": quantize_hidden}
+    stacks = [jnp.stack([jnp.full_like(matrix, jnp.nan), matrix]) for matrix in matrices]
+    made = grouped_experts(x, ids, routing, *stacks, valid=valid, layer=jnp.int32(1), **options)
+    expected = xla.grouped_experts(x, ids, routing, *matrices, valid=valid, **options)
+    np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_no_valid_row_reads_no_expert():
