@@ -8,12 +8,14 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import Checkpoint
 from checkpoints.orbax_store import MANIFEST, convert, coverage_faults, restore, stored_tensors, verify
 from checkpoints.schema import tensor_schema
 from tests.helpers import golden
+from v41jax.commands.checkpoint import app
 from v41jax.config import ModelConfig
 from v41jax.parameters import describe_checkpoint, load_parameters, parameter_leaves
 from v41jax.sharding import leaf_names
@@ -29,7 +31,10 @@ def source():
 @pytest.fixture(scope="module")
 def converted(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("orbax") / "out"
-    convert(source, out)
+    result = CliRunner().invoke(app, ["convert", str(source), "--to", "orbax", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    tensors = len(json.loads((out / MANIFEST).read_text())["tensors"])
+    assert f"{out}: {tensors} tensors in " in result.stdout
     return out
 
 
@@ -93,6 +98,11 @@ def test_changed_bytes_are_found(converted, tmp_path):
     assert len(faults) == 2
     assert any("head: cannot be read" in fault for fault in faults)
     assert any("norm: its bytes are not those that were written" in fault for fault in faults)
+
+
+def test_another_form_is_refused(source, tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(source), "--to", "zarr", "--out", str(tmp_path / "out")])
+    assert (result.exit_code, result.stderr) == (2, "error: --to zarr is unknown: use orbax\n")
 
 
 def test_the_conversion_of_another_checkpoint_is_left_alone(converted):
