@@ -129,6 +129,9 @@ def compile_step(
       pages: PAGE units of one shard.
       slots: state slots of one shard.
       options: of the compiler.
+
+    Raises:
+      ValueError: the step's arguments and temporaries do not fit a chip; it says what the compiler says.
     """
     parallel = setup.parallel
     mesh = make_mesh(parallel, topology_devices(topology))
@@ -147,7 +150,17 @@ def compile_step(
     began = time.perf_counter()
     with backend.use_target(backend.Target("tpu", topology.partition(":")[0])):
         step = jit_mesh_step(mesh, setup, shape.phase.value, arguments)
-        compiled = step.trace(*arguments).lower(lowering_platforms=("tpu",)).compile(dict(options))
+        lowered = step.trace(*arguments).lower(lowering_platforms=("tpu",))
+        try:
+            compiled = lowered.compile(dict(options))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"a {shape.phase.value} step of {shape.rows} rows a shard does not fit a chip of {topology}: lower "
+                f"--max-num-batched-tokens, --max-num-seqs or --memory-utilization ({reason})"
+            ) from error
     memory = compiled.memory_analysis()
     return CompiledPlan(
         argument_bytes=int(memory.argument_size_in_bytes),
