@@ -23,14 +23,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.provenance import provenance
-from scheduler.runtime_config import EngineConfig
-from scheduler.sequence import SamplingParams
 from training.data import BEGIN, byte_lengths, load_stream
 from v41jax.comparison.options import parse
+from v41jax.comparison.replies import replies
 from v41jax.comparison.subjects import open_subject
 from v41jax.config import ModelConfig
-from v41jax.engine import Engine
-from v41jax.engine_requests import Prompt
 from v41jax.full_forward import full_forward, load_model
 from v41jax.precision import Precision
 from v41jax.replay_distance import FULL, Mode, measure_replay, replay_page
@@ -130,32 +127,6 @@ def replays(
             "kl_mean": distance.kl_mean,
             "same_best_token": distance.top1,
         }
-
-
-def replies(
-    directory: Path, prompts: NDArray[np.int32], new_tokens: int, dtype: str, quantized: bool, drafts: int
-) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
-    """Greedy replies of an engine with caches as released, and its statistics."""
-    config = ModelConfig.from_file(directory / "config.json")
-    page = replay_page(config)
-    length = -(-(prompts.shape[1] + new_tokens + 1) // page) * page
-    options = EngineConfig(
-        dtype=dtype,
-        activation_quantization=quantized,
-        kv_cache_block_size=page,
-        max_num_batched_tokens=max(prompts.size, 2 * page),
-        max_num_seqs=len(prompts),
-        decode_buckets=(len(prompts),),
-        max_model_len=length,
-        num_pages=len(prompts) * (length // page),
-        vision="off",
-        speculative_method="dspark" if drafts else None,
-        num_speculative_tokens=drafts,
-    )
-    sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    with Engine.from_checkpoint(directory, options, warm_up=False) as engine:
-        results = engine.generate([Prompt(tuple(prompt.tolist()), sampling) for prompt in prompts])
-        return [result.tokens for result in results], engine.statistics()
 
 
 def speculation(directory: Path, prompts: NDArray[np.int32], new_tokens: int) -> Iterator[dict[str, Any]]:

@@ -7,11 +7,23 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from checkpoints.load import Checkpoint
 from tests.helpers.replay_model import PAGE, SHORT, WINDOW, write_checkpoint
 from v41jax.cli import app
 from v41jax.full_forward import load_model
 from v41jax.precision import Precision
-from v41jax.replay_distance import FULL, MODES, Distance, measure_replay, replay_page
+from v41jax.reference import ReferenceModel
+from v41jax.reference.replay_oracle import ReplayOracle
+from v41jax.replay_distance import (
+    FULL,
+    MODES,
+    MODES_BY_SIDE,
+    Distance,
+    continuation_logits,
+    measure_replay,
+    reference_continuation_logits,
+    replay_page,
+)
 
 # The first has a whole page just below its cut: rows that a hit recomputes are still in the windows of what follows.
 LENGTHS = (75, 30)
@@ -52,6 +64,38 @@ def test_only_replay_moves_the_logits(measured):
         assert 0 <= measured[name].top1 <= 1
 
 
+@pytest.mark.parametrize("name", ["decoder", "encoder", "both"])
+def test_the_oracle_alone_gives_the_logits_of_the_runtime(directory, measured, name):
+    ids = np.random.default_rng(1).integers(3, 240, LENGTHS[0]).astype(np.int32)
+    mode = MODES_BY_SIDE[name]
+    with (
+        Checkpoint.open(directory, scopes=("text",)) as checkpoint,
+        ReferenceModel(checkpoint, activation_quantization=False) as reference,
+    ):
+        oracle = ReplayOracle(reference)
+        expected = reference_continuation_logits(oracle, ids, mode, 8, 100)
+        with pytest.raises(ValueError, match=r"prompt 0 has 75 tokens, must be 2\.\.74"):
+            reference_continuation_logits(oracle, ids, mode, 8, 74)
+        if mode.hit:
+            with pytest.raises(ValueError, match=f"no whole page of {PAGE} tokens in the first 22 tokens"):
+                reference_continuation_logits(oracle, ids[:30], mode, 8, 100)
+    with load_model(directory, UNQUANTIZED, max_model_len=100) as model:
+        given = continuation_logits(model, ids, mode, 8)
+    assert given.shape == expected.shape == (8, expected.shape[1])
+    assert np.linalg.norm(given - expected) < 1e-5 * np.linalg.norm(expected)
+    full = reference_full(directory, ids)[-9:-1]
+    assert np.linalg.norm(full - expected) > 1e-4 * np.linalg.norm(expected)
+
+
+def reference_full(directory, ids):
+    """Logits of every row, exact."""
+    with (
+        Checkpoint.open(directory, scopes=("text",)) as checkpoint,
+        ReferenceModel(checkpoint, activation_quantization=False) as reference,
+    ):
+        return reference.forward(ids, record=False).logits
+
+
 def test_a_prompt_without_a_whole_page_has_no_hit_to_measure(measured):
     rows = {name: (distance.prompts, distance.rows) for name, distance in measured.items()}
     assert rows["decoder replay"] == rows[FULL.name] == (2, 16)
@@ -79,7 +123,7 @@ def test_the_command_prints_a_table_and_writes_json(directory, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to compare: give --right, or --replay"),
+        ([], "nothing to compare: give --right, --replay, or --ledger"),
         (["--replay", "--lengths", "20,x"], "--lengths '20,x' must be whole numbers of at least 2"),
     ],
 )

@@ -6,6 +6,7 @@ For notebooks and comparisons. It builds the same steps and runs the same `forwa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +25,12 @@ from scheduler.pools import Pools, allocate
 from v41jax.config import ModelConfig
 from v41jax.engram_hashing import history_before
 from v41jax.engram_lookup import EngramLookup
+from v41jax.layers.collectives import ONE_CHIP, Parallel
+from v41jax.mesh_forward import mesh_forward
 from v41jax.model import ForwardOutput, ModelSetup, Record, forward
 from v41jax.parameters import Parameters, WeightForm, load_parameters
 from v41jax.precision import Precision
+from v41jax.sharding import check_mesh, make_mesh
 from v41jax.spans import Span, batch_of
 from v41jax.token_map import load_token_map
 
@@ -35,6 +39,13 @@ ROW_BUCKETS = (16, 64, 256, 1024)
 
 step = jax.jit(forward, static_argnames=("setup", "phase", "record"), donate_argnames=("pools",))
 """`forward`, compiled once per setup and bucket."""
+
+
+@functools.cache
+def mesh_step(parallel: Parallel) -> Any:
+    """`mesh_forward` on the first devices, compiled once per setup and bucket."""
+    # Not donated: pools arrive on one device, and cannot be reused by many.
+    return jax.jit(functools.partial(mesh_forward, mesh=make_mesh(parallel)), static_argnames=("setup", "phase"))
 
 
 def geometry_of(
@@ -115,6 +126,7 @@ def load_model(
     form: WeightForm = "dequantized",
     kernels: str = "auto",
     token_map: NDArray[np.int32] | None = None,
+    parallel: Parallel = ONE_CHIP,
     **geometry: Any,
 ) -> LoadedModel:
     """Opens a checkpoint directory and loads its text weights.
@@ -126,6 +138,7 @@ def load_model(
       form: of the weights.
       kernels: implementation of the operations.
       token_map: Engram token map; None reads the directory's own.
+      parallel: mesh that the weights are cut over; its `data` must be 1.
       **geometry: arguments of `geometry_of`.
     """
     precision = Precision() if precision is None else precision
@@ -137,14 +150,37 @@ def load_model(
             token_map = load_token_map(checkpoint.directory, config) if token_map is None else token_map
             tables = EngramTables.open(checkpoint)
             lookup = EngramLookup(config, token_map, tables)
-        params = load_parameters(checkpoint, max_model_len=max_model_len, form=form, dtype=precision.activation_dtype)
+        if parallel == ONE_CHIP:
+            params = load_parameters(
+                checkpoint, max_model_len=max_model_len, form=form, dtype=precision.activation_dtype
+            )
+        else:
+            params = _load_on_mesh(checkpoint, parallel, max_model_len, form, precision)
     except BaseException:
         if tables is not None:
             tables.close()
         checkpoint.close()
         raise
-    setup = ModelSetup(config, geometry_of(config, precision, **geometry), precision, kernels)
+    setup = ModelSetup(config, geometry_of(config, precision, **geometry), precision, kernels, parallel=parallel)
     return LoadedModel(checkpoint, params, setup, lookup, max_model_len, tables)
+
+
+def _load_on_mesh(
+    checkpoint: Checkpoint, parallel: Parallel, max_model_len: int, form: WeightForm, precision: Precision
+) -> Parameters:
+    from v41jax.mesh_runner import load_on_mesh
+
+    if parallel.data != 1:
+        raise ValueError(f"a mesh with data={parallel.data}: one request lives on one data shard, so it must be 1")
+    check_mesh(checkpoint.config, parallel)
+    return load_on_mesh(
+        checkpoint,
+        make_mesh(parallel),
+        parallel,
+        max_model_len=max_model_len,
+        form=form,
+        dtype=precision.activation_dtype,
+    )
 
 
 def engram_rows_of(setup: ModelSetup, lookup: EngramLookup | None, batch: Any) -> EngramRows:
@@ -203,8 +239,10 @@ def full_forward(
       [n, V] float32, and the records when asked for.
 
     Raises:
-      ValueError: an empty prompt, one longer than the RoPE tables, or images that do not fit it.
+      ValueError: an empty prompt, one longer than the RoPE tables, images that do not fit it, or records on a mesh.
     """
+    if record and setup.parallel != ONE_CHIP:
+        raise ValueError("a forward on a mesh keeps no records")
     ids = np.asarray(token_ids, np.int32)
     limit = params.plain.cos.shape[0]
     if ids.ndim != 1 or not 0 < ids.size <= limit:
@@ -242,7 +280,8 @@ def full_forward(
             replaced = np.zeros((rows, embeddings.shape[1]), np.float32)
             replaced[:length] = embeddings[start:stop]
         output: ForwardOutput
-        pools, output = step(
+        run = functools.partial(step, record=record) if setup.parallel == ONE_CHIP else mesh_step(setup.parallel)
+        pools, output = run(
             params,
             pools,
             batch,
@@ -250,7 +289,6 @@ def full_forward(
             setup=setup,
             phase="prefill",
             image_embeddings=replaced,
-            record=record,
         )
         logits.append(np.asarray(output.logits)[:length])
         records.append(output.record)

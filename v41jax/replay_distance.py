@@ -56,6 +56,8 @@ MODES = (
     Mode("both replays", hit=True, tail=True),
 )
 """The second one is exact too: its distance is the noise of the arithmetic."""
+MODES_BY_SIDE = {mode.name.split()[0]: mode for mode in MODES if mode.hit or mode.tail}
+"""The replays by the name that a side of a comparison gives them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,7 @@ def measure_replay(
     Raises:
       ValueError: prompts or pages that nothing can be measured on.
     """
-    _check(model, prompts, continuation)
+    _check_model(model, prompts, continuation)
     collected: dict[str, list[_Measured]] = {mode.name: [] for mode in modes}
     for ids in prompts:
         cut = len(ids) - min(continuation, len(ids) - 1)
@@ -148,27 +150,88 @@ def continuation_logits(model: LoadedModel, ids: NDArray[np.int32], mode: Mode, 
     Raises:
       ValueError: what `measure_replay` refuses, or a prompt without a whole page below its cut in a mode with a hit.
     """
-    _check(model, [ids], continuation)
+    _check_model(model, [ids], continuation)
     cut = len(ids) - min(continuation, len(ids) - 1)
     session = _Session(model, ids, cut, None)
     if mode.hit:
-        if not session.hit:
-            raise ValueError(f"{mode.name}: no whole page of {session.block} tokens in the first {cut} tokens to reuse")
+        _check_hit(mode, cut, session.block)
         session.logits(FULL)
     return session.logits(mode)[0]
 
 
-def _check(model: LoadedModel, prompts: Sequence[NDArray[np.int32]], continuation: int) -> None:
-    text, geometry = model.setup.config.text, model.setup.geometry
-    obstacle = ModelView.from_config(model.setup.config).decoder_replay_obstacle()
+def reference_continuation_logits(
+    oracle: ReplayOracle, ids: NDArray[np.int32], mode: Mode, continuation: int, max_model_len: int
+) -> Logits:
+    """What `continuation_logits` gives, by the dense float64 oracle alone; arguments and errors as there."""
+    config = oracle.model.config
+    block = replay_page(config)
+    _check(config, block, max_model_len, [ids], continuation)
+    cut = len(ids) - min(continuation, len(ids) - 1)
+    state, rows = None, []
+    if mode.hit:
+        _check_hit(mode, cut, block)
+        whole = oracle.model.forward(ids[:cut], record=False)
+        state = reused_prefix(whole.state, (cut - 1) // block * block, dict(config.owners))
+    planned = planned_forwards(mode, len(ids), cut, block, oracle.window, forward_rows(max_model_len, block))
+    for forward in planned:
+        output = oracle.forward(ids[forward.start : forward.end], state, forward)
+        state = output.state
+        if forward.is_final:
+            rows.append(output.logits if forward.start == cut else output.logits[-1:])
+    return np.concatenate(rows)
+
+
+def forward_rows(max_model_len: int, block: int) -> int:
+    """Rows of every prefill forward; the same for every prompt, so that all share their programs."""
+    return max(_bucket(min(max_model_len, ROW_BUCKETS[-1])), 2 * block)
+
+
+def planned_forwards(mode: Mode, length: int, cut: int, block: int, window: int, rows: int) -> list[ReplayForward]:
+    """The forwards of one prompt in one mode, as the scheduler plans them, and the one of its last tokens.
+
+    Args:
+      mode: of the prefill.
+      length: tokens of the prompt; the last one is not fed.
+      cut: end of the prefill.
+      block: tokens of a page.
+      window: attention window.
+      rows: most rows of a forward.
+    """
+    position = (cut - 1) // block * block if mode.hit else 0
+    rules = ChunkRules(block, min_final_rows=window if mode.tail else 0)
+    budget = 2 * block if mode.small_chunks else rows
+    rebuild, forwards = mode.hit, []
+    while position < cut:
+        plan = plan_chunk(position, cut, budget, True, rebuild, rules)
+        assert plan is not None, "a lone request always makes progress with two pages of rows"
+        forwards.append(ReplayForward(plan.start, position, plan.end, plan.is_final, rebuild, mode.tail))
+        position, rebuild = plan.end, False
+    if length - 1 > cut:
+        forwards.append(ReplayForward(cut, cut, length - 1))
+    return forwards
+
+
+def _check_hit(mode: Mode, cut: int, block: int) -> None:
+    if cut <= block:
+        raise ValueError(f"{mode.name}: no whole page of {block} tokens in the first {cut} tokens to reuse")
+
+
+def _check_model(model: LoadedModel, prompts: Sequence[NDArray[np.int32]], continuation: int) -> None:
+    _check(model.setup.config, model.setup.geometry.block_size, model.max_model_len, prompts, continuation)
+
+
+def _check(
+    config: ModelConfig, block: int, max_model_len: int, prompts: Sequence[NDArray[np.int32]], continuation: int
+) -> None:
+    obstacle = ModelView.from_config(config).decoder_replay_obstacle()
     faults = [] if obstacle is None else [f"the decoder of this model cannot be replayed: {obstacle}"]
-    if geometry.block_size < text.sliding_window:
-        faults.append(f"pages of {geometry.block_size} tokens are shorter than the window, {text.sliding_window}")
+    if block < config.text.sliding_window:
+        faults.append(f"pages of {block} tokens are shorter than the window, {config.text.sliding_window}")
     if continuation < 1:
         faults.append(f"a continuation of {continuation} tokens has no row to compare, at least 1 is needed")
     for number, ids in enumerate(prompts):
-        if not 2 <= len(ids) <= model.max_model_len:
-            faults.append(f"prompt {number} has {len(ids)} tokens, must be 2..{model.max_model_len}")
+        if not 2 <= len(ids) <= max_model_len:
+            faults.append(f"prompt {number} has {len(ids)} tokens, must be 2..{max_model_len}")
     if not prompts:
         faults.append("no prompt to measure on")
     if faults:
@@ -193,9 +256,8 @@ class _Session:
         geometry = model.setup.geometry
         self.compressed = compressed_of(model.lookup, ids, None)
         self.block = geometry.block_size
-        # Shapes are the same for every prompt, so that all share their programs.
         self.pages = geometry.pages_for(model.max_model_len)
-        self.rows = max(_bucket(min(model.max_model_len, ROW_BUCKETS[-1])), 2 * self.block)
+        self.rows = forward_rows(model.max_model_len, self.block)
         self.hit = (cut - 1) // self.block * self.block
         self.pools: Pools = allocate(geometry, 2 * self.pages, 2)
 
@@ -206,24 +268,19 @@ class _Session:
         if mode.hit:
             shared = self.hit // self.block
             pages = [*range(shared), *own[shared:]]
-        rules = ChunkRules(self.block, min_final_rows=self.model.setup.geometry.window_size if mode.tail else 0)
-        budget = 2 * self.block if mode.small_chunks else self.rows
-        position, rows = self.hit if mode.hit else 0, []
-        rebuild = mode.hit
-        forwards = []
-        while position < self.cut:
-            plan = plan_chunk(position, self.cut, budget, True, rebuild, rules)
-            assert plan is not None, "a lone request always makes progress with two pages of rows"
-            fields = replay_fields(plan.start, position, rebuild)
-            rows = self._forward(plan.start, plan.end, slot, pages, mode.tail, plan.is_final, **fields._asdict())
-            forwards.append(ReplayForward(plan.start, position, plan.end, plan.is_final, rebuild, mode.tail))
-            position, rebuild = plan.end, False
-        end = len(self.ids) - 1
-        if end > self.cut:
-            after = self._forward(self.cut, end, slot, pages, False, True, continuation=True)
-            rows = np.concatenate([rows, after])
-            forwards.append(ReplayForward(self.cut, self.cut, end))
-        return rows, self._oracle_logits(mode, forwards)
+        window = self.model.setup.geometry.window_size
+        forwards = planned_forwards(mode, len(self.ids), self.cut, self.block, window, self.rows)
+        rows = []
+        for forward in forwards:
+            start, end = forward.start, forward.end
+            if start == self.cut:
+                rows.append(self._forward(start, end, slot, pages, False, True, continuation=True))
+                continue
+            fields = replay_fields(start, forward.resume, forward.rebuild)._asdict()
+            made = self._forward(start, end, slot, pages, mode.tail, forward.is_final, **fields)
+            if forward.is_final:
+                rows.append(made)
+        return np.concatenate(rows), self._oracle_logits(mode, forwards)
 
     def _oracle_logits(self, mode: Mode, forwards: list[ReplayForward]) -> Logits | None:
         """What the oracle makes of the forwards of one mode: the last row of the prefill, every row after it."""

@@ -58,7 +58,10 @@ def test_past_a_budget_the_exit_code_is_one(tmp_path):
         (["--right", "xla:fast"], "unknown option 'fast'; see `v41jax compare --help`"),
         (["--right", "reference", "--until", "6"], "--until 6 must be 1..5"),
         (["--right", "reference", "--mode", "loose"], "--mode loose must be one of forced, free"),
-        (["--right", "xla:replay=both", "--export", "x.npz"], "it needs --layers, no --until and no bounded replay"),
+        (
+            ["--right", "xla:replay=both", "--export", "x.npz"],
+            "no --until, no bounded replay and no mesh",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(arguments, message):

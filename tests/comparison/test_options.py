@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from v41jax.comparison.options import parse
+from v41jax.layers.collectives import Parallel
 from v41jax.precision import Precision
 
 DEFAULT = Precision(jnp.bfloat16, activation_quantization=True)
@@ -20,6 +21,9 @@ def test_every_option():
     assert found.precision == Precision(jnp.dtype("float32"), True, jnp.dtype("bfloat16"))
     assert found.chunks == (33, 7) and found.stops(50) == [33, 40, 47, 50]
     assert found.replay == "both" and found.model == Path("/m")
+    assert parse("reference:only=main+window", DEFAULT).only == ("main", "window")
+    assert parse("pallas", DEFAULT).weights == "stored"
+    assert parse("xla:mesh=4+experts", DEFAULT).parallel == Parallel(1, 4, "model")
     assert parse("reference", DEFAULT).precision == DEFAULT
     assert not parse("pallas:noquant", DEFAULT).precision.activation_quantization
 
@@ -39,7 +43,12 @@ def test_a_recording_names_its_precision():
         ("xla:chunks=3+x", "chunks=3\\+x must be whole numbers"),
         ("xla:fast", "unknown option 'fast'"),
         ("xla:packed,noquant", "packed rows hold quantized activations"),
-        ("reference:replay=both", "the reference has no packed rows, weight forms or replay modes"),
+        ("reference:quant,packed", "the reference has no packed rows or weight forms"),
+        ("reference:only=main+keys", r"only=keys must be of activations, index, main, window, joined by \+"),
+        ("xla:mesh=2x2", "mesh=2x2 must be a number of chips"),
+        ("reference:mesh=2", "mesh= cuts a whole forward of the runtime"),
+        ("xla:only=main", "only= says what the reference quantizes"),
+        ("reference:noquant,only=main", "only= says what the reference quantizes: it needs reference and quant"),
     ],
 )
 def test_what_is_wrong_is_said(text, message):

@@ -1,85 +1,77 @@
-"""Every command in the README and in docs/ is executed, on a tiny checkpoint, or listed here with the reason why not.
+"""Every command in the README and in docs/ is executed, on a tiny checkpoint and with smaller numbers.
 
-A command is a line of a fenced `console` block that begins with `$ `. Fences without a language hold no commands.
+A command is a line of a fenced `console` block that begins with `$ `. Fences without a language hold no commands. Names
+of things that a reader has (`DIR`, a host) are replaced, what stands in square brackets is left out, and options that
+say the same with a smaller number are appended: the last one wins. Commands that another test runs are listed with it,
+and what cannot run here with the reason.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.helpers import golden
+from checkpoints.synthesize import synthesize
+from tests.docs import brief
+from tests.helpers import golden, servers
+from tests.helpers.redis_server import RedisServer
+from tests.helpers.scripted_engine import ScriptedEngine
 from v41jax.cli import app
+from v41jax.config import ModelConfig
+from v41jax.server import running
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-SERVES = "runs until it is stopped: tests/server start the same command's server and tests/commands its options"
-COMPARES = "costs seconds each: tests/comparison/test_command.py and test_sides.py run the same options"
-KERNELS = "needs a GPU: no test compares a whole model with Pallas kernels by this command"
-MESH = "needs eight devices: tests/mesh serves on virtual ones"
+LEDGER = "tests/comparison/test_ledger.py::test_every_approximation_is_within_its_budget_and_none_is_free"
+DYNAMIC = "tests/dspark/test_dynamic.py::test_the_measured_profile_serves_and_changes_no_token"
+PROCESSES = "v41jax serve --model DIR --mesh data=1,model=8 --coordinator HOST:PORT --num-processes 2 --process-id"
 ELSEWHERE = {
-    "make demo": ".ci/run executes it from a bare clone",
-    "make test": "is the run that this test is a part of",
-    "v41jax serve --model DIR --port 8000": SERVES,
-    "v41jax serve --model DIR --port 8000 [engine options]": SERVES,
-    "v41jax serve --model DIR --no-decoder-swa-bounded-replay --prompt-logprobs": SERVES,
-    "v41jax serve --model DIR --port 8000 --max-num-seqs 64 --max-num-batched-tokens 4096": SERVES,
-    "v41jax serve --model DIR --mesh data=1,model=8 --enable-expert-parallel": MESH,
-    "v41jax serve --model DIR --mesh data=1,model=8 --coordinator HOST:PORT --num-processes 2 --process-id 0": MESH,
-    "v41jax serve --model DIR --mesh data=1,model=8 --coordinator HOST:PORT --num-processes 2 --process-id 1": MESH,
-    "v41jax serve --model DIR --host-cache-bytes 64000000000 --disk-cache-dir /var/cache/v41jax "
-    "--disk-cache-bytes 500000000000 --shared-cache-url redis://store:6379/0": SERVES,
-    "v41jax bench --model DIR --batches 1,8 --contexts 512": "tests/commands/test_bench.py runs a smaller one",
-    "v41jax bench --model DIR --batches 1,8,32 --contexts 512,8192 --new-tokens 64 [engine options]": (
-        "tests/commands/test_bench.py runs a smaller one"
+    "v41jax compare --model DIR --replay --prompts FILE.jsonl --out report.json": (
+        "tests/test_replay_distance.py::test_the_command_prints_a_table_and_writes_json"
     ),
-    "v41jax serve --model DIR --port 8000 --kernels xla": SERVES,
-    "v41jax serve --model DIR --port 8000 --kernels auto": SERVES,
-    "v41jax bench serve --url http://HOST:8000 --requests 200 --rate 4 --shared-words 1000 --prefixes 4": (
-        "needs a server on the network: tests/server/test_load.py runs it against one of its own"
-    ),
-    "v41jax bench serve --url http://HOST:8000 --workload agent --requests 32 --turns 12 --shared-words 3000 "
-    "--pause 2": ("needs a server on the network: tests/server/test_load.py runs it against one of its own"),
-    "python -m benchmarks.soak --url http://HOST:8000 --clients 64 --seconds 120 [--greedy]": (
-        "needs a server on the network: tests/server/test_soak.py runs it shorter against one of its own"
-    ),
-    "v41jax serve --model DIR --speculative-method dspark --num-speculative-tokens 5": SERVES,
-    "v41jax generate --model DIR --prompt TEXT --speculative-method dspark --num-speculative-tokens 5": (
-        "needs a checkpoint with a draft: tests/acceptance/test_speculation.py runs the same options"
-    ),
+    "v41jax compare --model checkpoints/nano --ledger --prompts docs/ledger/prompts.jsonl --continuation 64 "
+    "--budgets docs/ledger/budgets.toml --page docs/numerics.md": LEDGER,
+    "v41jax generate --model DIR --prompt TEXT --speculative-method dspark --num-speculative-tokens 5": DYNAMIC,
     "v41jax calibrate --model DIR --out profile.json --prompts typical.jsonl "
-    "[the options of serve, with speculation]": "needs a checkpoint with a draft",
-    "v41jax serve --model DIR [the same options] --dynamic-verify-lengths --calibration-profile profile.json": SERVES,
-    "python -m training.data --out .data --cache /tmp/packages": "fetches packages; tests/training runs its parts",
-    "python -m benchmarks.nano_numerics --model checkpoints/nano --data .data --parts formats,replay,drafts,mlx": (
-        "takes half an hour: tests/benchmarks runs its measures"
+    "[the options of serve, with speculation]": DYNAMIC,
+    "v41jax serve --model DIR [the same options] --dynamic-verify-lengths --calibration-profile profile.json": DYNAMIC,
+    "python -m benchmarks.soak --url http://HOST:8000 --clients 64 --seconds 120 [--greedy]": (
+        "tests/server/test_soak.py::test_nothing_is_lost_mixed_or_left_after_many_clients"
     ),
-    "python -m v41jax.notebook_pages": "tests/docs/test_notebooks.py executes every notebook",
-    "python -m pytest -q tests/compile_gates/test_index_tpu.py": "is a test",
-    "python -m pytest -q tests/compile_gates/test_index_gpu.py": "is a test",
-    "python -m benchmarks.golden_on_device": "needs an accelerator; tests/test_model_golden.py is the CPU's",
-    "v41jax compare --model DIR --left npz:run.npz --right xla:packed --dtype float32": COMPARES,
-    "v41jax compare --model DIR --left reference --right xla --dtype float32 "
-    "--no-activation-quantization --lengths 48": COMPARES,
-    "v41jax compare --model DIR --right xla --dtype float32 --lengths 48": COMPARES,
-    "v41jax compare --model DIR --right xla --dtype float32 --lengths 48 --export run.npz": COMPARES,
-    "v41jax compare --model DIR --right xla --dtype float32 --lengths 48 --until 4 "
-    "--json report.json --html report.html": COMPARES,
-    "v41jax compare --model DIR --right xla --dtype float32 --no-activation-quantization --lengths 48 "
-    "--budgets budgets.toml": COMPARES,
-    "v41jax compare --model DIR --replay --prompts FILE.jsonl --out report.json": "in tests/test_replay_distance.py",
-    "v41jax compare --model DIR --left xla --right pallas --dtype bfloat16 --lengths 96": KERNELS,
-    "v41jax compare --model DIR --left xla --right pallas --dtype bfloat16 --lengths 24 --until 1": KERNELS,
+    "python -m v41jax.notebook_pages": "tests/docs/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom",
+    "python -m pytest -q tests/compile_gates/test_index_tpu.py": "tests/compile_gates/test_index_tpu.py",
+    "python -m pytest -q tests/compile_gates/test_index_gpu.py": "tests/compile_gates/test_index_gpu.py",
 }
-"""Command -> why it is not executed here."""
+"""Command -> the test that runs the same options."""
+
+TRAINS = "needs a GPU for minutes and the fetched text; tests/training runs its parts"
+CANNOT = {
+    "make demo": "installs the project: .ci/run executes it from a bare clone",
+    "make test": "is the run that this test is a part of",
+    "python -m training.data --out .data --cache /tmp/packages": "fetches gigabytes of packages",
+    "python -m benchmarks.nano_numerics --model checkpoints/nano --data .data --parts formats,replay,drafts,mlx": (
+        "reads what the command above fetches, for half an hour"
+    ),
+    "python -m training --data .data --out .train --phase target,replay,draft,export --seconds 340,165,145,0": TRAINS,
+    "python -m training --data .data --out .train --phase baseline,cooldown --seconds 250,165": TRAINS,
+    "python -m benchmarks.golden_on_device": "measures an accelerator",
+    f"{PROCESSES} 0": "needs another host",
+    f"{PROCESSES} 1": "needs another host",
+}
+"""Command -> why nothing here can run it."""
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\s*(\$ )?(v41jax |python -m |make )")
@@ -97,37 +89,132 @@ def commands() -> list[tuple[str, str]]:
 
 
 COMMANDS = commands()
-EXECUTED = [(page, command) for page, command in COMMANDS if command not in ELSEWHERE]
+EXECUTED = [(page, command) for page, command in COMMANDS if command not in ELSEWHERE | CANNOT]
+
+ENGINE = ("--kv-cache-block-size", "32", "--max-num-batched-tokens", "128", "--vision", "off")
+SERVED = (*ENGINE, "--kv-cache-block-size", "64", "--max-num-seqs", "2", "--max-model-len", "256", "--num-pages", "16")
+LOADED = ("--prompt-words", "4", "--shared-words", "4", "--output-tokens", "2")
+SMALLER = {
+    "v41jax serve": (*SERVED, "--no-warm-up", "--port", "0"),
+    "v41jax bench": (
+        *("--batches", "2", "--contexts", "28", "--new-tokens", "3", "--repeats", "1", "--dtype", "float32", *ENGINE),
+    ),
+    "v41jax bench serve": (*LOADED, "--requests", "2", "--turns", "2", "--rate", "0", "--pause", "0"),
+    "v41jax compare": ("--lengths", "12"),
+}
+"""First words of a command -> options that make it cheap."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where commands run.
+
+    Attributes:
+      directory: working directory.
+      words: what a word of the docs stands for.
+    """
+
+    directory: Path
+    words: dict[str, str]
+
+    def of(self, command: str) -> list[str]:
+        """The words to run."""
+        words = shlex.split(re.sub(r"\s*\[[^\]]*\]", "", command))
+        extra = max((start for start in SMALLER if command.startswith(start + " ")), key=len, default=None)
+        model = {"compare": "SHALLOW", "serve": "SMALL" if "--mesh" in words else "NANO"}.get(words[1], "DIR")
+        words = [model if word == "DIR" else word for word in words]
+        smaller = list(SMALLER[extra] if extra else ())
+        if "--until" in words or "pallas" in words:
+            smaller += ["--until", "1"]
+        return [self.words.get(word, word) for word in words] + smaller
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A working directory with everything that the commands name."""
+    """A working directory with everything that the commands name, and a server that answers with prepared words."""
     path = tmp_path_factory.mktemp("commands")
     np.save(path / "ids.npy", np.arange(3, 30, dtype=np.int32))
-    return path
+    budgets = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "comparing.md").read_text(encoding="utf-8"), re.DOTALL)
+    (path / "budgets.toml").write_text(budgets[1])
+    synthesize(path / "shallow", shallow_config(), seed=3, scopes=("text",))
+    with servers.running(ScriptedEngine()) as scripted:
+        yield Place(
+            path,
+            {
+                "DIR": str(golden.directory("five-layer")),
+                "SHALLOW": str(path / "shallow"),
+                "SMALL": str(servers.write_checkpoint(path / "small", ("text",))),
+                "data=1,model=8": "data=1,model=2",
+                "NANO": str(ROOT / "checkpoints" / "nano"),
+                "checkpoints/nano": str(ROOT / "checkpoints" / "nano"),
+                "/tmp/tiny": str(path / "tiny"),
+                "tiny": "pico",
+                "http://HOST:8000": scripted.url,
+                "/var/cache/v41jax": str(path / "pages"),
+            },
+        )
+
+
+def shallow_config() -> ModelConfig:
+    """A window layer and an owner with the Engram: what compiles fastest and still has every kind of tensor."""
+    root = json.loads((golden.directory("five-layer") / "config.json").read_text())
+    root["text_config"] |= {
+        "num_hidden_layers": 2,
+        "compress_ratios": [0, 1],
+        "kv_source_layer_ids": [1],
+        "index_source_layer_ids": [1],
+        "candidate_source_layer_id": 1,
+        "engram_layer_ids": [1],
+        "num_nextn_predict_layers": 0,
+        "dspark_target_layer_ids": [],
+    }
+    return ModelConfig.from_dict(root)
 
 
 @pytest.mark.parametrize(("page", "command"), EXECUTED, ids=[f"{page}: {command}" for page, command in EXECUTED])
-def test_a_command_of_the_docs_runs(page, command, place, monkeypatch):
-    monkeypatch.chdir(place)
-    made = place / "tiny"
-    words = shlex.split(command)
-    checkpoint = golden.directory("five-layer")
-    replaced = {"DIR": checkpoint, "/tmp/tiny": made, "checkpoints/nano": ROOT / "checkpoints" / "nano", "tiny": "pico"}
-    words = [str(replaced.get(word, word)) for word in words]
+def test_a_command_of_the_docs_runs(page, command, place, monkeypatch, tmp_path):
+    monkeypatch.chdir(place.directory)
+    monkeypatch.setattr(running, "make_server", brief.BriefServer)
+    monkeypatch.setattr(brief, "listed", [])
+    words = place.of(command)
+    store = next((number for number, word in enumerate(words) if word.startswith("redis://")), None)
+    if "mesh" in command:
+        on_two_devices(words, place)
+    elif store is not None:
+        with RedisServer(tmp_path) as server:
+            words[store] = server.url
+            execute(words, monkeypatch)
+    else:
+        execute(words, monkeypatch)
+    if words[1] == "serve" and "mesh" not in command:
+        assert brief.listed == ["nano"]
+
+
+def execute(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a command in this process."""
     if words[0] == "v41jax":
         result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return
-    assert words[:2] == ["python", "-m"], f"{command}: begin with v41jax or python -m"
+    assert words[:2] == ["python", "-m"], f"{words}: begin with v41jax or python -m"
     monkeypatch.setattr(sys, "argv", words[2:])
     runpy.run_module(words[2], run_name="__main__", alter_sys=True)
 
 
+def on_two_devices(words: Sequence[str], place: Place) -> None:
+    """Runs a command in a process with two virtual devices."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.docs.brief", *words[1:]]
+    done = subprocess.run(command, env=environment, cwd=place.directory, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_docs_hold_commands_and_no_stale_exception():
-    assert len(EXECUTED) >= 4
-    assert set(ELSEWHERE) <= {command for _, command in COMMANDS}, "an exception for a command that no page has"
+    assert len(EXECUTED) >= 25 and len(CANNOT) == 9
+    assert set(ELSEWHERE) | set(CANNOT) <= {command for _, command in COMMANDS}, "an exception that no page has"
+    for test in ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert (ROOT / file).exists() and f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])

@@ -31,6 +31,13 @@ def compare(
     replay: Annotated[
         bool, typer.Option("--replay", help="Distance of every bounded-replay mode to full prefill.")
     ] = False,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="What every approximation costs, each alone, against the reference.")
+    ] = False,
+    only: Annotated[str | None, typer.Option(help="With --ledger: keys of rows, joined by commas.")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--page", help="With --ledger: write the table between the markers of this page.")
+    ] = None,
     mode: Annotated[str, typer.Option(help="forced: right's layers read left's inputs. free: their own.")] = "forced",
     layers: Annotated[bool, typer.Option(help="Compare layer by layer, not only logits.")] = True,
     until: Annotated[int | None, typer.Option(help="Compare the first so many layers only, and no logits.")] = None,
@@ -66,7 +73,8 @@ def compare(
     A side reads KIND[:OPTION,OPTION,...]. Kinds: reference (float64), xla, pallas (interpreted on a CPU),
     npz:FILE[@PREFIX] (activations recorded elsewhere). Options: dtype=float32|bfloat16, quant, noquant, packed,
     index=fp4|fp8, scores=float32|bfloat16, weights=stored|dequantized, chunks=33+7, replay=decoder|encoder|both,
-    model=DIR (another checkpoint).
+    mesh=4 or mesh=4+experts (chips, whole experts on each), model=DIR (another checkpoint), only=main+window (what
+    the reference quantizes: of activations, index, main, window).
 
     Exit code 1 when a measurement is past its budget.
     """
@@ -74,11 +82,25 @@ def compare(
 
     from v41jax.precision import Precision
 
-    if not replay and not right:
-        raise ValueError("nothing to compare: give --right, or --replay")
+    if not replay and not right and not ledger:
+        raise ValueError("nothing to compare: give --right, --replay, or --ledger")
     precision = Precision(jnp.dtype(dtype.value), activation_quantization)
+    if ledger:
+        from v41jax.comparison.ledger_page import run as run_ledger
+
+        if not run_ledger(
+            model,
+            _prompts(model, prompts, lengths or "320,320", seed),
+            continuation=continuation,
+            only=only,
+            budgets=budgets,
+            page=page,
+            json_file=json_file or out,
+        ):
+            raise typer.Exit(1)
+        return
     if replay:
-        given = _replay_prompts(model, prompts, lengths or "200,333,512", seed)
+        given = _prompts(model, prompts, lengths or "200,333,512", seed)
         _replay(model, precision, given, continuation, oracle_budget if oracle else None, json_file or out)
         return
     from v41jax.comparison.command import Request, run
@@ -107,7 +129,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def _replay_prompts(model: Path, prompts: Path | None, lengths: str, seed: int) -> list[NDArray[np.int32]]:
+def _prompts(model: Path, prompts: Path | None, lengths: str, seed: int) -> list[NDArray[np.int32]]:
     from checkpoints.load import Checkpoint
     from v41jax.prompt_logits import check_ids
 

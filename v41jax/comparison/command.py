@@ -73,10 +73,10 @@ def run(request: Request) -> bool:
     if request.mode not in MODES:
         raise ValueError(f"--mode {request.mode} must be one of {', '.join(MODES)}")
     left, right = (_parse(text, request.precision) for text in (request.left, request.right))
-    layers = request.layers and left.replay is None and right.replay is None
+    layers = request.layers and not left.logits_only and not right.logits_only
     if request.export is not None and (not layers or request.until is not None):
         raise ValueError(
-            "--export writes hidden states of every layer: it needs --layers, no --until and no bounded replay"
+            "--export writes hidden states of every layer: it needs --layers, no --until, no bounded replay and no mesh"
         )
     with Checkpoint.open(request.model, scopes=("text",)) as checkpoint:
         config = checkpoint.config

@@ -28,15 +28,9 @@ from v41jax.layers.hyper_connections import collapse
 from v41jax.layers.norm import rms_norm
 from v41jax.model import embed, head, prepare_step, run_layer
 from v41jax.parameters import WeightForm, layer_weights
-from v41jax.replay_distance import Mode, continuation_logits, replay_page
+from v41jax.replay_distance import MODES_BY_SIDE, continuation_logits, replay_page
 from v41jax.slot_state import prepare_slots
 from v41jax.spans import Span, batch_of
-
-_REPLAYS = {
-    "decoder": Mode("decoder replay", tail=True),
-    "encoder": Mode("encoder replay", hit=True),
-    "both": Mode("both replays", hit=True, tail=True),
-}
 
 
 class JaxSubject:
@@ -60,6 +54,7 @@ class JaxSubject:
             max_model_len=max_model_len,
             form=cast(WeightForm, options.weights),
             kernels="pallas" if options.kind == "pallas" else "xla",
+            parallel=options.parallel,
             packed=options.packed,
             index_format=options.index_format,
             block_size=None if options.replay is None else replay_page(self.config),
@@ -73,7 +68,7 @@ class JaxSubject:
         """Logits free running, by the compiled serving forward: of every row, or under replay of the last rows."""
         loaded = self.loaded
         if self.options.replay is not None:
-            return continuation_logits(loaded, ids, _REPLAYS[self.options.replay], self._continuation)
+            return continuation_logits(loaded, ids, MODES_BY_SIDE[self.options.replay], self._continuation)
         result = full_forward(loaded.params, ids, loaded.setup, loaded.lookup, chunks=self.options.chunks)
         return np.asarray(result, np.float64)
 

@@ -17,6 +17,8 @@ from v41jax.comparison.recording import Recording
 from v41jax.config import ModelConfig
 from v41jax.reference.model import ReferenceModel
 from v41jax.reference.records import LayerRecord
+from v41jax.reference.replay_oracle import ReplayOracle
+from v41jax.replay_distance import MODES_BY_SIDE, reference_continuation_logits
 
 _SITES = {
     "attention_input": "attention_input",
@@ -31,6 +33,9 @@ _SITES = {
 }
 """Quantizer site of the reference -> operation whose tensor enters it."""
 
+_PARTS = {"compressed": "main", "window": "window", "index_key": "index", "index_query": "index"}
+"""Last word of a quantizer site -> what it rounds, of `options.PARTS`; all others are activations."""
+
 NEAR = 1e-6
 """Distance to a rounding boundary, relative to magnitude plus root mean square, that float32 noise may cross."""
 
@@ -38,10 +43,11 @@ _RECORDED = tuple(operation.name for operation in LAYER)
 
 
 class ReferenceSubject:
-    """Runs the reference; see `subjects.Subject`."""
+    """Runs the reference; see `subjects.Subject`. Arguments of the constructor as of `JaxSubject`."""
 
-    def __init__(self, directory: Path, options: Options):
+    def __init__(self, directory: Path, options: Options, max_model_len: int = 0, continuation: int = 16):
         self.options = options
+        self._max_model_len, self._continuation = max_model_len, continuation
         self._stack = contextlib.ExitStack()
         checkpoint = self._stack.enter_context(Checkpoint.open(directory, scopes=("text",)))
         self._before: dict[str, NDArray] = {}
@@ -64,7 +70,10 @@ class ReferenceSubject:
         self._stack.close()
 
     def logits(self, ids: NDArray[np.int32]) -> NDArray:
-        """Logits of every row, free running, [n, V]."""
+        """Logits free running: of every row, [n, V], or under replay of the last rows."""
+        if self.options.replay is not None:
+            mode, oracle = MODES_BY_SIDE[self.options.replay], ReplayOracle(self._model)
+            return reference_continuation_logits(oracle, ids, mode, self._continuation, self._max_model_len)
         state, parts, start = None, [], 0
         for stop in self.options.stops(len(ids)):
             output = self._model.forward(ids[start:stop], state=state, record=False)
@@ -123,6 +132,9 @@ class ReferenceSubject:
 
     def _probe(self, site: str, x: NDArray, quantize: Callable[[NDArray], NDArray]) -> NDArray:
         self._before[site] = x
+        only = self.options.only
+        if only is not None and _PARTS.get(site.rpartition(".")[2], "activations") not in only:
+            return x
         quantized = quantize(x)
         if ".experts." in site and self.options.precision.activation_quantization:
             reach = NEAR * (np.abs(x) + np.sqrt(np.mean(x * x, axis=-1, keepdims=True)))

@@ -100,9 +100,11 @@ def compare(
     """
     precision = coarser(left.options, right.options)
     allowed = tolerances(left.options.precision, right.options.precision) if allowed is None else allowed
-    replayed = [side.options.text for side in (left, right) if side.options.replay is not None]
-    if layers and replayed:
-        raise ValueError(f"{', '.join(replayed)}: bounded replay runs no layer on every row, compare its logits only")
+    unobserved = [side.options.text for side in (left, right) if side.options.logits_only]
+    if layers and unobserved:
+        raise ValueError(
+            f"{', '.join(unobserved)}: under bounded replay and on a mesh no layer is observed, compare the logits only"
+        )
     bisections, pairs, first = [], [], None
     for ids in prompts:
         if layers:

@@ -98,5 +98,5 @@ def open_subject(directory: Path, options: Options, max_model_len: int, continua
     if options.kind == "npz":
         return RecordedSubject(directory, options)
     if options.kind == "reference":
-        return ReferenceSubject(directory, options)
+        return ReferenceSubject(directory, options, max_model_len, continuation)
     return JaxSubject(directory, options, max_model_len, continuation)
