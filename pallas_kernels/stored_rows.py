@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import backend
+
 Array = jax.Array
 
 LANES = 128
@@ -60,7 +62,8 @@ def ordered_after(index: Array, value: Array) -> Array:
 
 def load_rows(array: Array, index: tuple[Array | slice, ...]) -> Array:
     """`array[index]`, bfloat16 where uint16 stores its bits; out-of-range entries give some row of the array."""
-    if array.dtype == jnp.bfloat16:
+    # A CPU and a GPU read the bits inside the gather. A TPU would write a copy of the whole array first.
+    if array.dtype == jnp.bfloat16 and backend.current_target().route != "tpu":
         bits = lax.bitcast_convert_type(array, jnp.uint16)
         return lax.bitcast_convert_type(bits.at[index].get(mode="clip"), jnp.bfloat16)
     rows = array.at[index].get(mode="clip")

@@ -5,9 +5,14 @@ What XLA really sends, not what was asked for: an accidental gather of weights o
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import NamedTuple
+
+FUSED_SCATTER = "all-reduce-scatter"
+"""Prefix of the fusions in which a TPU program writes a reduce-scatter of many rows: an all-reduce and the slice of it,
+which one ring runs as a reduce-scatter."""
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -20,7 +25,12 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
-_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_LOOP = re.compile(r"condition=%?([\w.\-]+)")
+_LIMIT = re.compile(r"%?([\w.\-]+) = s32\[\][^ ]* constant\((\d+)\)")
+_BELOW = re.compile(r"^\s*ROOT .* compare\(([^)]*)\), direction=LT")
+_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^\]]*\] *\{[^}]*\})")
+_AXIS = re.compile(r"'([^']+)'=(\d+)")
+_TAKEN = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
 
 
 class Collective(NamedTuple):
@@ -30,7 +40,8 @@ class Collective(NamedTuple):
       kind: one of `KINDS`.
       bytes: on one chip, what a gather ends with or a reduction starts from; of all arrays that are sent together.
       group: chips that take part together.
-      count: how often a run of the program does it; loops of unknown length count once.
+      count: how often a run of the program does it. A loop runs as often as the compiler says, or up to the constant
+        that its condition compares a counter from 0 with; one of unknown length counts once.
     """
 
     kind: str
@@ -80,6 +91,9 @@ def _walk(name: str, computations: dict[str, list[str]], known: dict[str, Counte
             sizes = [_bytes(*array) for array in _ARRAY.findall(result)]
             if operation.endswith("-start") and kind != "all-reduce":
                 sizes = sizes[len(sizes) // 2 :]  # an asynchronous start holds its operands too, before its results
+            if name.startswith(FUSED_SCATTER) and kind == "all-reduce":
+                total["reduce-scatter", sum(sizes), group] += 1
+                continue
             # A reduce-scatter's result is a part of what it started from.
             total[kind, sum(sizes) * (group if kind == "reduce-scatter" else 1), group] += 1
         elif operation == "conditional":
@@ -90,13 +104,26 @@ def _walk(name: str, computations: dict[str, list[str]], known: dict[str, Counte
         else:
             trips = 1
             if operation == "while":
-                found = _TRIPS.search(rest)
-                trips = int(found.group(1)) if found else 1
+                trips = _trips(rest, computations)
             for called in _CALLED.findall(rest):
                 for key, count in _walk(called, computations, known).items():
                     total[key] += trips * count
     known[name] = total
     return total
+
+
+def _trips(rest: str, computations: dict[str, list[str]]) -> int:
+    """Runs of a loop's body; `rest` is what follows `while(`. A TPU program does not say it."""
+    found = _TRIPS.search(rest)
+    if found:
+        return int(found.group(1))
+    condition = _LOOP.search(rest)
+    lines = computations.get(condition.group(1), []) if condition else []
+    limits = {match.group(1): int(match.group(2)) for match in map(_LIMIT.search, lines) if match}
+    for match in filter(None, map(_BELOW.match, lines)):
+        compared = re.findall(r"%?([\w.\-]+)(?:, |$)", match.group(1))
+        return max(1, limits.get(compared[-1], 1)) if compared else 1
+    return 1
 
 
 def _bytes(dtype: str, dimensions: str) -> int:
@@ -111,6 +138,10 @@ def _group(rest: str) -> int:
     if match is None:
         return 0
     groups = match.group(1)
+    if groups.startswith("mesh"):
+        axes, _, taken = groups.partition("]")
+        sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
+        return math.prod(int(part) if part else sizes[name] for name, part in _TAKEN.findall(taken))
     if groups.startswith("{{"):
         return groups[2:].split("}")[0].count(",") + 1
     return int(groups[1:].split("]")[0].split(",")[-1])

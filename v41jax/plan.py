@@ -20,7 +20,7 @@ from v41jax.layers.collectives import ExpertArrangement, Parallel
 from v41jax.memory_budget import PoolBudget, size_pools
 from v41jax.model import ModelSetup
 from v41jax.parameters import Parameters
-from v41jax.plan_compile import CompiledPlan, abstract_pools, abstract_weights, compile_step, share
+from v41jax.plan_compile import QUICK, CompiledPlan, abstract_pools, abstract_weights, compile_step, share
 from v41jax.plan_work import Bound, Rows, bound_of, expected_collectives, least_work, sent_bytes
 from v41jax.precision import Precision
 from v41jax.sharding import chip_bytes, mesh_faults, pool_specs, weight_specs
@@ -81,6 +81,7 @@ class Planner:
       topology: its name.
       devices: JAX devices it has.
       context: tokens that a running request is assumed to hold.
+      thorough: compile as for serving, not quickly.
     """
 
     config: ModelConfig
@@ -88,6 +89,7 @@ class Planner:
     topology: str
     devices: int
     context: int
+    thorough: bool = False
 
     @property
     def chip(self) -> Chip:
@@ -178,7 +180,8 @@ class Planner:
         """Compiles one step of a planned mesh."""
         setup = self.setup(plan.parallel)
         pages, slots = plan.budget.num_pages, plan.budget.num_slots
-        compiled = compile_step(self.topology, setup, params, shape, pages=pages, slots=slots)
+        options = {} if self.thorough else QUICK
+        compiled = compile_step(self.topology, setup, params, shape, pages=pages, slots=slots, options=options)
         decoder = shape.decoder_rows(setup.geometry.window_size)
         rows = Rows(shape.rows, decoder, shape.outputs, self.context)
         work = least_work(self.config, setup.geometry, params, plan.parallel, rows, compiled.collectives)

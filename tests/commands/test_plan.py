@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -44,6 +45,27 @@ def test_a_mesh_that_does_not_fit_is_refused_with_every_reason():
     assert isinstance(result.exception, MeshError)
     assert any("cuts moe_intermediate_size 64 into parts of 16" in fault for fault in result.exception.faults)
     assert isinstance(run("--mesh", "data=8,model=1").exception, MeshError)
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
+    class Compiler:
+        """The program of a step, which needs too much."""
+
+        def trace(self, *arguments):
+            return self
+
+        def lower(self, **options):
+            return self
+
+        def compile(self, options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 108.04G of 95.74G")
+
+    monkeypatch.setattr(plan_compile, "make_mesh", lambda parallel, devices: None)
+    monkeypatch.setattr(plan_compile, "jit_mesh_step", lambda *arguments: Compiler())
+    result = run("--mesh", "data=2,model=2", "--steps", "decode")
+    assert isinstance(result.exception, ValueError)
+    assert "a decode step of 4 rows a shard does not fit a chip of v5p:2x2x1: lower" in str(result.exception)
+    assert "108.04G of 95.74G" in str(result.exception)
 
 
 def test_an_unknown_generation_and_unknown_steps_are_refused():

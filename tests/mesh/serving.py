@@ -2,7 +2,7 @@
 
 `python -m tests.mesh.serving CHECKPOINT MESH...`, a mesh as `MODEL` or `MODEL:experts`; prints one JSON object a mesh:
 its tokens, cached tokens, and bytes of the weights on one device. `CHECKPOINT MESH HOST:PORT PROCESS` is one of two
-processes, which stays after its requests.
+processes, which serves the second request only and stays after it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ def serve(engine: Engine) -> dict[str, object]:
     first, second, third = prompts(vocabulary)
     greedy = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     drawn = SamplingParams(max_tokens=5, temperature=1.0, seed=9, ignore_eos=True, logit_bias=((7, 1.0),))
-    results = engine.generate([engine.prompt(first, greedy), engine.prompt(second, drawn)])
-    results += engine.generate([engine.prompt(third, greedy)])
+    if HOSTS:
+        results = engine.generate([engine.prompt(second, drawn)])
+    else:
+        results = engine.generate([engine.prompt(first, greedy), engine.prompt(second, drawn)])
+        results += engine.generate([engine.prompt(third, greedy)])
     return {
         "tokens": [list(result.tokens) for result in results],
         "cached": [result.cached_tokens for result in results],

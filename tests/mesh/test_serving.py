@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.mesh.model import write_checkpoint
-from tests.mesh.processes import finish, start
-
-PROGRAM = "tests.mesh.serving"
-MESHES = ("4:experts", "8")
+from tests.mesh.conftest import SERVED
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("serving") / "checkpoint"
-    write_checkpoint(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint):
-    lines = finish(start(PROGRAM, checkpoint, "1", *MESHES)).splitlines()
-    return dict(zip(("1", *MESHES), map(json.loads, lines), strict=True))
-
-
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", SERVED[1:])
 def test_served_tokens_are_those_of_one_device(served, mesh):
     assert served[mesh]["tokens"] == served["1"]["tokens"]
     assert served[mesh]["cached"] == served["1"]["cached"]

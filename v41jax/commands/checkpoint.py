@@ -133,6 +133,26 @@ def verify(
         raise SystemExit(1)
 
 
+@app.command()
+def convert(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory in the released layout.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory to write, or to finish.")],
+    to: Annotated[str, typer.Option("--to", help="The form to write: orbax.")] = "orbax",
+) -> None:
+    """Write a checkpoint in a form that restores onto any mesh; an interrupted conversion is finished."""
+    if to != "orbax":
+        _fail([f"--to {to} is unknown: use orbax"])
+    _require_directory(directory)
+    from checkpoints.orbax_store import convert as write
+
+    with _progress(f"writing {out}", None) as advance:
+        try:
+            manifest = write(directory, out, progress=advance)
+        except CheckpointError as error:
+            _fail(error.faults)
+    print(f"{out}: {len(manifest['tensors'])} tensors in {len(manifest['weights'])} arrays, each exactly once")
+
+
 def _fail(faults: list[str] | tuple[str, ...]) -> NoReturn:
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)

@@ -35,6 +35,9 @@ def plan(
     steps: Annotated[
         str, typer.Option("--steps", help="Which steps to compile: decode, prefill, both, or none.")
     ] = "both",
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Compile as for serving; takes several times as long.")
+    ] = False,
     as_json_text: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compile the sharded model for a TPU topology; without --mesh every mesh is ranked and the best one compiled."""
@@ -46,7 +49,7 @@ def plan(
 
     config = preset(preset_name) if config_file is None else ModelConfig.from_file(config_file)
     devices = len(topology_devices(topology))
-    planner = Planner(config, engine_config, topology, devices, context)
+    planner = Planner(config, engine_config, topology, devices, context, thorough)
     params = planner.weights()
     ranked: list[MeshPlan] = []
     refused: list[tuple[Parallel, str]] = []

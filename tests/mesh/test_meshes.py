@@ -1,0 +1,69 @@
+"""The sharded forward on eight virtual devices against one device: logits, tokens and what is sent."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.mesh.model import mesh_config
+from tests.mesh.processes import finish, start
+from tests.mesh.steps import DECODE_ROWS, ROWS, parse
+from v41jax.hlo_collectives import Collective
+from v41jax.plan_work import Rows, expected_collectives, sent_bytes
+
+ONE = "1x1:intermediate"
+MESHES = (
+    "1x2:intermediate",
+    "1x4:model",
+    "2x2:intermediate",
+    "2x4:data_model",
+    "4x2:data_model",
+    "1x8:intermediate",
+)
+QUANTIZED = ("1x1:intermediate:quantized", "2x2:data_model:quantized")
+
+
+@pytest.fixture(scope="module")
+def played(checkpoint, tmp_path_factory):
+    """Arrays of all meshes, from one process that has eight devices."""
+    out = tmp_path_factory.mktemp("played") / "out.npz"
+    finish(start("tests.mesh.steps", checkpoint, out, ONE, *MESHES, *QUANTIZED))
+    with np.load(out) as file:
+        return {name: file[name] for name in file.files}
+
+
+def collectives(played, mesh):
+    return [Collective(**entry) for entry in json.loads(str(played[f"{mesh}/collectives"]))]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_gives_the_logits_and_tokens_of_one_device(played, mesh):
+    expected, logits = played[f"{ONE}/logits"], played[f"{mesh}/logits"]
+    assert np.abs(expected).max() > 0.1
+    assert np.abs(logits - expected).max() < 1e-4
+    assert np.array_equal(played[f"{mesh}/tokens"], played[f"{ONE}/tokens"])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_decode_step_sends_what_its_layers_ask_for_and_nothing_else(played, mesh):
+    parallel, _ = parse(mesh)
+    rows = Rows(DECODE_ROWS, DECODE_ROWS, DECODE_ROWS, 0)
+    expected = expected_collectives(mesh_config(), parallel, rows, activation_bytes=4, quantized=False)
+    found = collectives(played, mesh)
+    assert sent_bytes(found) == pytest.approx(sent_bytes(expected), rel=0.02)
+    largest = DECODE_ROWS * parallel.data * mesh_config().text.hidden_size * 4
+    assert max(one.bytes for one in found) <= largest, "no weight and no pool travels"
+
+
+def test_one_device_sends_nothing(played):
+    assert collectives(played, ONE) == []
+
+
+def test_quantized_rows_travel_as_codes(played):
+    one, mesh = QUANTIZED
+    assert np.median(np.abs(played[f"{mesh}/logits"] - played[f"{one}/logits"])) < 1e-3
+    hidden, (parallel, _) = mesh_config().text.hidden_size, parse(mesh)
+    gathered = [entry for entry in collectives(played, mesh) if entry.kind == "all-gather"]
+    assert any(entry.bytes == ROWS * parallel.data * hidden for entry in gathered)
