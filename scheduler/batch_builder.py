@@ -83,6 +83,7 @@ def build_batch_step(
     *,
     num_pages: int,
     num_slots: int,
+    shape: StepShape | None = None,
 ) -> tuple[BatchStep, StepShape]:
     """Arrays and static shape of one forward.
 
@@ -94,6 +95,7 @@ def build_batch_step(
       compress_ids: maps raw ids [k] int32 to compressed Engram ids [k] int32; never called with a negative id.
       num_pages: pages that exist.
       num_slots: slots that exist.
+      shape: of the step; None takes the smallest that holds the batch.
 
     Returns:
       (step, shape); NumPy arrays as documented on `BatchStep`.
@@ -102,7 +104,8 @@ def build_batch_step(
       BatchError: when the batch must not be dispatched.
       ValueError: when a ladder of `buckets` ends below what the batch needs.
     """
-    shape = buckets.shape(batch)
+    if shape is None:
+        shape = buckets.shape(batch)
     validate_batch(batch, geometry, shape, num_pages, num_slots)
     count, rows = batch.num_requests, batch.num_rows
     lengths = batch.lengths

@@ -21,7 +21,7 @@ ROWS_PER_REQUEST = 16
 
 
 class StepShape(NamedTuple):
-    """Everything static about a compiled step; usable as a cache key.
+    """Everything static about a compiled step; usable as a cache key. Over several data shards, the shape of each.
 
     Attributes:
       phase: prefill or decode.
@@ -140,26 +140,28 @@ class Buckets:
         )
 
     def shape(self, batch: ScheduledBatch) -> StepShape:
-        """The smallest static shape that holds a batch.
+        """The smallest static shape that holds a batch, of several data shards the batch of each.
 
         Raises:
           ValueError: when a ladder ends below what the batch needs.
         """
-        width = max(int(batch.table_lengths.max()), 1)
-        count = batch.num_requests
+        parts = [part for part in batch.shards if part is not None]
+        width = max(max(int(part.table_lengths.max()) for part in parts), 1)
+        count = max(part.num_requests for part in parts)
+        needed = max(part.num_rows for part in parts)
         if batch.phase is Phase.DECODE:
             requests = _fit("decode requests", self.decode_requests, count)
             pages = _fit("decode pages", self.decode_pages, width)
             wide = [requests * rows for rows in self._rows_per_request]
             # More rows than the widest are a fault that the validation of the batch reports.
-            rows = next((rows for rows in wide if rows >= batch.num_rows), wide[-1])
+            rows = next((rows for rows in wide if rows >= needed), wide[-1])
             return self._decode_shape(rows, requests, pages)
-        rows = _fit("prefill rows", self.prefill_rows, batch.num_rows)
+        rows = _fit("prefill rows", self.prefill_rows, needed)
         wide_enough = _fit("prefill requests", self.prefill_requests, count)
         rung = max(self.prefill_rows.index(rows), self.prefill_requests.index(wide_enough))
         rows, requests = self.prefill_rows[rung], self.prefill_requests[rung]
         pages = _fit("prefill pages", self.prefill_pages, width)
-        outputs = _fit("outputs", _outputs(requests), int(batch.is_final.sum()))
+        outputs = _fit("outputs", _outputs(requests), max(int(part.is_final.sum()) for part in parts))
         return StepShape(Phase.PREFILL, rows, requests, pages, outputs, rows, batch.decoder_replay)
 
     def shapes(self, decoder_replay: bool) -> tuple[StepShape, ...]:

@@ -67,6 +67,15 @@ class InvariantChecker:
         _require(request_id not in self._submitted, 33, f"request {request_id!r} is submitted twice")
         self._submitted.add(request_id)
 
+    def handed_over(self, request_id: RequestId) -> None:
+        """A waiting request was handed to another scheduler."""
+        waits = all(sequence.request_id != request_id for sequence in self._live())
+        _require(
+            waits and request_id in self._submitted, 33, f"request {request_id!r} was handed over and is still here"
+        )
+        self._submitted.remove(request_id)
+        self._finalized.pop(request_id, None)
+
     def scheduled(self, batch: ScheduledBatch | None) -> None:
         """`schedule` returned."""
         if batch is not None:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from scheduler.block_manager import BlockManager
+from scheduler.block_manager import BlockManager, PrefixHit
 from scheduler.checkpoint_images import CheckpointLadder
 from scheduler.model_view import ModelView
 from scheduler.outcomes import Counters, Statistics, make_output, stop_reason, token_limit
@@ -51,6 +52,7 @@ class Lifecycle:
         *,
         deferred: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        generations: Iterator[int] | None = None,
     ):
         self.config = engine_config
         self.view = model_view
@@ -79,7 +81,7 @@ class Lifecycle:
         self._last_prefill_began: float | None = None
         self._last_prefill_seconds = 0.0
         self._partial = 0
-        self._generations = 0
+        self._generations = itertools.count(1) if generations is None else generations
         self._aborted: dict[RequestId, Sequence] = {}
         self._outputs: list[RequestOutput] = []
         self._outstanding: list[ScheduledBatch] = []
@@ -159,12 +161,58 @@ class Lifecycle:
         self._aborted.clear()
         return self.take_outputs()
 
+    # Other schedulers ----------------------------------------------------------------------------------------
+
+    @property
+    def free_places(self) -> int:
+        """Requests that could be admitted besides those that wait already; negative when some of these cannot."""
+        return min(self.config.max_num_seqs, self.manager.slots.num_slots) - len(self.running) - len(self.waiting)
+
+    def room_for(self, sequence: Sequence, hit: PrefixHit | None = None) -> int:
+        """Pages left once everything that waits and this request are admitted, or negative when that cannot be now.
+
+        Prefixes that those that wait could reuse are not counted, nor the request's own without a `hit`.
+        """
+        if self.free_places <= 0:
+            return -1
+        wanted = sum(self.geometry.pages_for(other.num_finalized_tokens) for other in self.waiting)
+        wanted += self.geometry.pages_for(sequence.num_finalized_tokens)
+        shared = 0 if hit is None else sum(1 for page in hit.pages if self.manager.pool.refs[page])
+        return self.manager.available_pages() + shared - wanted
+
+    def first_held_up(self) -> Sequence | None:
+        """The first waiting request for which there is no place or are no pages after those before it."""
+        if not self.waiting:
+            return None
+        places = self.free_places + len(self.waiting)
+        pages = self.manager.available_pages()
+        for sequence in itertools.islice(self.waiting, places + 1):
+            places -= 1
+            pages -= self.geometry.pages_for(sequence.num_finalized_tokens)
+            if places < 0 or pages < 0:
+                return sequence
+        return None
+
+    def hand_over(self, sequence: Sequence, other: Lifecycle) -> None:
+        """Moves a waiting request, which holds no memory, to the end of another scheduler's queue."""
+        self.waiting.remove(sequence)
+        del self._sequences[sequence.request_id]
+        if self.tiers is not None:
+            self.tiers.forget(sequence.request_id)
+        other._sequences[sequence.request_id] = sequence
+        other.waiting.append(sequence)
+
     # State ---------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Something waits, runs, is in flight or has an output that nobody took."""
         return bool(self._sequences or self._outputs or self._outstanding)
+
+    @property
+    def keeps_images(self) -> bool:
+        """A hit is resumed from checkpoint images."""
+        return self.manager.images is not None
 
     @property
     def num_partial(self) -> int:
@@ -442,8 +490,7 @@ class Lifecycle:
 
     def _next_generation(self) -> int:
         """A number no request had before: a request id that is used again must not match a result in flight."""
-        self._generations += 1
-        return self._generations
+        return next(self._generations)
 
     def _give_up_memory(self, sequence: Sequence) -> None:
         """Frees pages and slot and withdraws what was queued for the slot."""

@@ -52,7 +52,7 @@ class Counters:
     """Running totals since the scheduler was made.
 
     Attributes:
-      steps, prefill_steps, decode_steps: batches handed out.
+      steps, prefill_steps, decode_steps: batches handed out; over several data shards, steps in which any of them ran.
       rows_scheduled: rows of those batches.
       rows_replayed: rows of them that recomputed cached tokens.
       admissions: times a request got pages and a slot.
@@ -101,6 +101,7 @@ class Statistics:
       slots_free: state slots nobody holds.
       images, images_stored, images_evicted: checkpoint images now and in total.
       counters: running totals.
+      shards: the same of every data shard, which the numbers above are sums of; empty with one.
     """
 
     queue: int
@@ -116,3 +117,4 @@ class Statistics:
     images_stored: int
     images_evicted: int
     counters: Counters
+    shards: tuple[Statistics, ...] = ()

@@ -50,13 +50,13 @@ class EngineConfig:
       encoder_swa_bounded_replay: rebuild encoder windows after a hit; off restores checkpoint images.
       decoder_swa_bounded_replay: prefill runs the decoder on the last `W` rows only.
       enable_chunked_prefill: a prompt may be split over several steps.
-      max_num_batched_tokens: rows of one step, recomputed rows included.
+      max_num_batched_tokens: rows of one step, recomputed rows included; every data shard has its share.
       long_prefill_token_threshold: new tokens one request may prefill in a step; 0 means no cap.
-      max_num_seqs: requests that run at once, the number of state slots.
+      max_num_seqs: requests that run at once, the number of state slots; every data shard has its share.
       max_model_len: tokens of one request at most; None takes the model's maximum.
       memory_utilization: fraction of device memory to use.
       state_checkpoint_interval_tokens: ladder of checkpoint images; 0 none, -1 demand and prompt end only.
-      num_pages: PAGE units of the pool; None sizes it from memory.
+      num_pages: PAGE units of the pool of every data shard; None sizes it from memory.
       vision: "auto" accepts images when the checkpoint has a vision tower, "on" needs one, "off" is text only.
       vision_cache_bytes: host memory for images of requests, patches or embedding rows.
       dtype: activation dtype, "bfloat16" or "float32".
@@ -67,7 +67,7 @@ class EngineConfig:
       enforce_eager: run without whole-step compilation.
       execution_mode: "FULL" or "PIECEWISE", with `enforce_eager` off.
       compile_level: 0 or 3.
-      decode_buckets: ascending batch sizes of compiled decode steps; empty takes the default ladder.
+      decode_buckets: ascending batch sizes of compiled decode steps, of one data shard; empty takes the default ladder.
       admission_delay_factor: multiple of the last prefill's duration that a waiting request is held back.
       speculative_method: "dspark" drafts with the checkpoint's own draft model; None decodes token by token.
       num_speculative_tokens: proposals verified in a step, at most the draft's block (5).
@@ -153,6 +153,23 @@ class EngineConfig:
     def tensor_parallel_size(self) -> int:
         """Devices that share one replica's heads, the `model` axis of the mesh."""
         return int(self.mesh.get("model", 1))
+
+    @property
+    def data_shards(self) -> int:
+        """Data shards, the `data` axis of the mesh."""
+        return int(self.mesh.get("data", 1))
+
+    def of_shard(self) -> EngineConfig:
+        """Options of one data shard: its share of requests and rows, rounded up; everything else is the same."""
+        shards = self.data_shards
+        if shards <= 1:
+            return self
+        return dataclasses.replace(
+            self,
+            mesh={**self.mesh, "data": 1},
+            max_num_seqs=-(-self.max_num_seqs // shards),
+            max_num_batched_tokens=-(-self.max_num_batched_tokens // shards),
+        )
 
     @property
     def uses_tiers(self) -> bool:
@@ -313,6 +330,10 @@ def _tier_faults(config: EngineConfig) -> list[str]:
             faults.append(f"{name} {seconds} must lie in (0, 600] seconds")
     if config.uses_tiers and not config.enable_prefix_caching:
         faults.append("pages beyond the device (host, disk or shared cache) need enable_prefix_caching")
+    if config.uses_tiers and config.num_processes > 1:
+        faults.append(
+            f"pages beyond the device (host, disk or shared cache) work in one process, not in {config.num_processes}"
+        )
     if config.uses_tiers and not config.encoder_swa_bounded_replay and not config.state_checkpoint_interval_tokens:
         faults.append(
             "pages beyond the device need encoder_swa_bounded_replay, or checkpoint images: "
@@ -324,14 +345,15 @@ def _tier_faults(config: EngineConfig) -> list[str]:
 def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
     faults = []
     page = config.kv_cache_block_size
-    budget = config.max_num_batched_tokens
+    budget = config.of_shard().max_num_batched_tokens
+    shared = f", the share of each of {config.data_shards} data shards," if config.data_shards > 1 else ""
     replays = config.encoder_swa_bounded_replay or config.decoder_swa_bounded_replay
     if budget < 1:
         faults.append(f"max_num_batched_tokens {budget} must be at least 1")
     elif replays and budget < 2 * page:
         faults.append(
-            f"max_num_batched_tokens {budget} is below two pages of {page} tokens with a bounded replay on: a request "
-            "could wait forever"
+            f"max_num_batched_tokens {budget}{shared} is below two pages of {page} tokens with a bounded replay on: a "
+            "request could wait forever"
         )
     length = config.model_len(view)
     if not 1 <= length <= view.max_position:
@@ -372,9 +394,10 @@ def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
                 faults.append(f"tensor parallel size {parallel} does not divide {name} {size}")
         if config.enable_expert_parallel and view.n_routed_experts % parallel:
             faults.append(f"expert parallel size {parallel} does not divide n_routed_experts {view.n_routed_experts}")
-    if config.mesh.get("data", 1) > 1 or config.data_parallel_size != 1:
-        size = max(config.mesh.get("data", 1), config.data_parallel_size)
-        faults.append(f"data parallel size {size} is not supported: use 1 (mesh axis 'data' and data_parallel_size)")
+    if config.data_parallel_size != 1:
+        faults.append(
+            f"data_parallel_size {config.data_parallel_size} is not supported: data shards are the mesh axis 'data'"
+        )
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(config, name) != 1:
             faults.append(f"{name} {getattr(config, name)} is not supported: use 1")
@@ -419,15 +442,14 @@ def _speculation_faults(config: EngineConfig, view: ModelView) -> list[str]:
             faults.append(
                 f"speculative_model {config.speculative_model!r}: the draft's weights are the checkpoint's own"
             )
-        chips = math.prod(config.mesh.values())
-        if chips > 1 or config.num_processes > 1:
+        if config.num_processes > 1:
             faults.append(
-                f"speculation runs on one device, not on a mesh of {chips} in {config.num_processes} processes: leave "
-                "speculative_method unset"
+                f"speculation runs in one process, not in {config.num_processes}: leave speculative_method unset"
             )
-        if 1 <= config.max_num_batched_tokens <= config.num_speculative_tokens:
+        budget = config.of_shard().max_num_batched_tokens
+        if 1 <= budget <= config.num_speculative_tokens:
             faults.append(
-                f"max_num_batched_tokens {config.max_num_batched_tokens} cannot hold the "
+                f"max_num_batched_tokens {budget} cannot hold the "
                 f"{config.num_speculative_tokens + 1} rows that one request verifies"
             )
         if config.execution_mode == "PIECEWISE" and not config.enforce_eager:

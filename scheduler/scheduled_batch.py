@@ -56,6 +56,8 @@ class ScheduledBatch:
       images: [b] image spans of the requests, for the rows' embeddings.
       decoder_replay: final rows run the decoder on a tail only (prefill steps).
       ops: state operations to execute before the forward.
+      parts: with several data shards the batch of each, whose ids count inside the shard, None for one that runs
+        nothing; the fields above are then those of all, one after the other, and their ids count over all shards.
     """
 
     index: int
@@ -82,6 +84,7 @@ class ScheduledBatch:
     images: tuple[tuple[ImageSpan, ...], ...]
     decoder_replay: bool
     ops: StateMaintenanceOps
+    parts: tuple[ScheduledBatch | None, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,6 +101,11 @@ class ScheduledBatch:
     def num_rows(self) -> int:
         """Scheduled rows (`n`)."""
         return len(self.token_ids)
+
+    @property
+    def shards(self) -> tuple[ScheduledBatch | None, ...]:
+        """The batch of every data shard."""
+        return self.parts or (self,)
 
     @property
     def output_requests(self) -> IntArray:
@@ -160,4 +168,11 @@ def resolve_pending(batch: ScheduledBatch, previous: ScheduledBatch, result: Ste
                 f"request {key[0]!r} generation {key[1]} waits for a token that step {previous.index} did not compute"
             )
         filled[row] = records[key]
-    return dataclasses.replace(batch, token_ids=filled)
+    parts: list[ScheduledBatch | None] = []
+    first = 0
+    for part in batch.parts:
+        if part is not None:
+            part = dataclasses.replace(part, token_ids=filled[first : first + part.num_rows])
+            first += part.num_rows
+        parts.append(part)
+    return dataclasses.replace(batch, token_ids=filled, parts=tuple(parts))

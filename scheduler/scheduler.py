@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from scheduler.batch_assembly import PlannedPrefill, assemble_decode, assemble_prefill
 from scheduler.buckets import decode_ladder
@@ -23,6 +23,9 @@ from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.speculation import proposal_limit
 from scheduler.states import ImageRestore, ImageStore, StateMaintenanceOps, TransferKind
 
+VerifyLengths = Callable[[list[Sequence], list[int]], Iterable[int]]
+"""(requests, limits) -> how many of their drafts to verify, none above its limit."""
+
 
 class Scheduler(Lifecycle):
     """Continuous batching over a fixed pool of pages and slots.
@@ -35,8 +38,7 @@ class Scheduler(Lifecycle):
 
     Attributes:
       rules: what the configuration fixes about every chunk plan.
-      verify_lengths: (requests, limits) -> how many of their drafts to verify, none above its limit; None verifies as
-        many as can be of use.
+      verify_lengths: chooses how many proposals are verified; None verifies as many as can be of use.
     """
 
     def __init__(
@@ -49,9 +51,22 @@ class Scheduler(Lifecycle):
         *,
         deferred: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        generations: Iterator[int] | None = None,
     ):
-        """Makes an idle scheduler; see `EngineConfig` for the options and `ModelView` for the model's numbers."""
-        super().__init__(engine_config, model_view, geometry, num_pages, num_slots, deferred=deferred, clock=clock)
+        """Makes an idle scheduler; see `EngineConfig` for the options and `ModelView` for the model's numbers.
+
+        `generations` numbers what the scheduler admits; schedulers that hand requests to each other share one.
+        """
+        super().__init__(
+            engine_config,
+            model_view,
+            geometry,
+            num_pages,
+            num_slots,
+            deferred=deferred,
+            clock=clock,
+            generations=generations,
+        )
         self.rules = ChunkRules(
             hash_block=geometry.block_size,
             cap=engine_config.long_prefill_token_threshold,
@@ -61,16 +76,30 @@ class Scheduler(Lifecycle):
         self._rebuilds = self.manager.transfer.kind is TransferKind.REPLAY
         self._max_running = min(engine_config.max_num_seqs, num_slots)
         widest = (engine_config.decode_buckets or decode_ladder(engine_config.max_num_seqs))[-1]
-        self.verify_lengths: Callable[[list[Sequence], list[int]], Iterable[int]] | None = None
+        self.verify_lengths: VerifyLengths | None = None
         self._max_decode = min(max(self._max_rows // (1 + geometry.speculative_tokens), 1), widest)
         if deferred and geometry.speculative_tokens:
             raise ValueError("with drafts every result is read before the next step is planned: deferred must be off")
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plans the next step.
+        """Plans the next step: prefills if there are any to run, else decodes.
 
         Returns:
           The batch to run, or None when nothing can run now: take the outputs, and postprocess what is outstanding.
+
+        Raises:
+          RuntimeError: when too many batches are outstanding for the output mode.
+        """
+        self.begin_step()
+        batch = self.plan_prefill_step()
+        if batch is None:
+            if self.geometry.speculative_tokens:
+                cut_drafts([self], self.verify_lengths)
+            batch = self.plan_decode_step()
+        return batch
+
+    def begin_step(self) -> None:
+        """Takes in what is known before a step is planned; comes once before `plan_prefill_step`, `plan_decode_step`.
 
         Raises:
           RuntimeError: when too many batches are outstanding for the output mode.
@@ -82,24 +111,39 @@ class Scheduler(Lifecycle):
             )
         self._advance_outstanding()
         self._reap_aborted()
+
+    def plan_prefill_step(self) -> ScheduledBatch | None:
+        """Plans a step of prefills, new requests admitted; None when there is nothing to prefill now."""
         planned = self._plan_prefills()
-        index = self.counters.steps
-        history = self.view.history_size
-        tables = self.manager.tables
-        if planned:
-            ops = self._drain_ops(tuple(item.restore for item in planned if item.restore is not None))
-            block = self.geometry.block_size
-            batch = assemble_prefill(index, planned, tables, block, history, self.decoder_replay, ops)
-            self.counters.prefill_steps += 1
-            self.counters.rows_replayed += int((batch.resumes - batch.starts).sum())
-        else:
-            decoding = self._plan_decodes()
-            if not decoding:
-                return None
-            batch = assemble_decode(index, decoding, tables, history, self._drain_ops())
-            for sequence in decoding:
-                sequence.drafts = ()
-            self.counters.decode_steps += 1
+        if not planned:
+            return None
+        ops = self._drain_ops(tuple(item.restore for item in planned if item.restore is not None))
+        batch = assemble_prefill(
+            self.counters.steps,
+            planned,
+            self.manager.tables,
+            self.geometry.block_size,
+            self.view.history_size,
+            self.decoder_replay,
+            ops,
+        )
+        self.counters.prefill_steps += 1
+        self.counters.rows_replayed += int((batch.resumes - batch.starts).sum())
+        return self._hand_out(batch)
+
+    def plan_decode_step(self) -> ScheduledBatch | None:
+        """Plans a step of decodes that verify the proposals their requests hold; None when nothing decodes."""
+        decoding = self._plan_decodes()
+        if not decoding:
+            return None
+        tables, history = self.manager.tables, self.view.history_size
+        batch = assemble_decode(self.counters.steps, decoding, tables, history, self._drain_ops())
+        for sequence in decoding:
+            sequence.drafts = ()
+        self.counters.decode_steps += 1
+        return self._hand_out(batch)
+
+    def _hand_out(self, batch: ScheduledBatch) -> ScheduledBatch:
         self.counters.steps += 1
         self.counters.rows_scheduled += batch.num_rows
         self._outstanding.append(batch)
@@ -203,8 +247,6 @@ class Scheduler(Lifecycle):
         queue = deque(self.running)
         passed: list[Sequence] = []
         postponed: list[Sequence] = []
-        if self.geometry.speculative_tokens:
-            self._cut_drafts()
         while queue and len(decoding) < self._max_decode:
             sequence = queue.popleft()
             if sequence.num_computed < sequence.prefill_end:
@@ -221,17 +263,17 @@ class Scheduler(Lifecycle):
         self.running = [*queue, *decoding, *passed, *postponed]
         return decoding
 
-    def _cut_drafts(self) -> None:
-        """Keeps of every draft what can be of use in the next decode step, or what `verify_lengths` chooses."""
+    def cut_drafts(self) -> list[Sequence]:
+        """Keeps of every draft what can be of use in the next decode step.
+
+        Returns:
+          The requests that the step will hold, at most.
+        """
         decoding = [sequence for sequence in self.running if not sequence.is_partial_prefill]
         for sequence in decoding:
             limit = proposal_limit(sequence, len(sequence.drafts), self.max_model_len)
             sequence.drafts = sequence.drafts[:limit]
-        if self.verify_lengths is not None:
-            first = decoding[: self._max_decode]
-            limits = [len(sequence.drafts) for sequence in first]
-            for sequence, length in zip(first, self.verify_lengths(first, limits), strict=True):
-                sequence.drafts = sequence.drafts[: int(length)]
+        return decoding[: self._max_decode]
 
     def _grow_for_drafts(self, sequence: Sequence) -> bool:
         """Makes room for the anchor's row and the proposals' without taking anything from others.
@@ -286,3 +328,12 @@ class Scheduler(Lifecycle):
         self._relocations = ()
         self._store_intents.clear()
         return ops
+
+
+def cut_drafts(shards: Iterable[Scheduler], verify_lengths: VerifyLengths | None) -> None:
+    """Keeps of every draft what can be of use in the next decode step, or what `verify_lengths` chooses for all."""
+    sequences = [sequence for shard in shards for sequence in shard.cut_drafts()]
+    if verify_lengths is not None:
+        limits = [len(sequence.drafts) for sequence in sequences]
+        for sequence, length in zip(sequences, verify_lengths(sequences, limits), strict=True):
+            sequence.drafts = sequence.drafts[: int(length)]

@@ -118,7 +118,8 @@ def test_a_constraint_leaves_only_what_it_allows():
 
 @jax.jit
 def edit_block(adjustments, edits, batch_ids, cu_seqlens, committed):
-    step = SimpleNamespace(batch_ids=batch_ids, cu_seqlens=cu_seqlens, positions=batch_ids)
+    slots = jnp.zeros(len(committed), jnp.int32)
+    step = SimpleNamespace(batch_ids=batch_ids, cu_seqlens=cu_seqlens, positions=batch_ids, slots=slots)
     logits = edit_rows(jnp.zeros((len(batch_ids), VOCABULARY)), adjustments, edits, step, Block.WIDTH)
     verified = Verified(jnp.zeros((len(committed), Block.WIDTH), jnp.int32), committed)
     return logits, keep_changes(adjustments, edits, step, verified, Block.WIDTH)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from checkpoints.safetensors_file import ARRAY_DTYPES
+from checkpoints.schema import tensor_schema
 from scheduler.model_view import ModelView
 from scheduler.pools import abstract
 from scheduler.runtime_config import EngineConfig
 from tests.mesh.model import mesh_config
+from v41jax.draft_parameters import draft_leaves
+from v41jax.draft_runner import DraftingWeights
 from v41jax.layers.collectives import DATA, MODEL, Parallel
+from v41jax.parameters import abstract_parameters
 from v41jax.plan_compile import abstract_weights
 from v41jax.presets import preset
 from v41jax.sharding import (
@@ -37,12 +43,39 @@ def named(specs):
     return {".".join(str(entry.name) for entry in path if hasattr(entry, "name")): spec for path, spec in flat}
 
 
-def test_every_entry_of_the_table_names_a_weight(released):
+@pytest.fixture(scope="module")
+def draft():
+    config = preset("v4.1-flash")
+    schema = tensor_schema(config, scopes=("text", "draft"))
+
+    def describe(name):
+        return schema[name].shape, np.dtype(ARRAY_DTYPES[schema[name].dtype])
+
+    return abstract_parameters(draft_leaves(config, describe, form="stored", dtype=jnp.bfloat16))
+
+
+def test_every_entry_of_the_table_names_a_weight(released, draft):
     names = {
         name.removeprefix("runs.").removesuffix(".values").removesuffix(".scales")
-        for name in named(weight_specs(released, Parallel(8, 8, "data_model")))
+        for weights in (released, draft)
+        for name in named(weight_specs(weights, Parallel(8, 8, "data_model")))
     }
     assert set(WEIGHT_AXES) <= names
+
+
+def test_draft_stages_are_cut_like_layers(released, draft):
+    parallel = Parallel(2, 8, "data_model")
+    together = weight_specs(DraftingWeights(released, draft), parallel)
+    assert together.target == weight_specs(released, parallel)
+    assert together.draft == weight_specs(draft, parallel)
+    specs = named(together.draft)
+    layers = named(together.target)
+    shared = [name for name in specs if name.startswith("stages.")]
+    assert len(shared) > 20
+    assert all(specs[name] == layers["runs." + name.removeprefix("stages.")] for name in shared)
+    assert specs["stages.attention.wq_b.values"] == P(None, MODEL, None)
+    assert specs["markov_head"] == P(MODEL, None)
+    assert specs["main_proj.values"] == P()
 
 
 def test_whole_experts_lie_over_both_axes_and_their_scales_with_them(released):

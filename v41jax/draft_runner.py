@@ -166,21 +166,26 @@ class DraftRunner(ModelRunner):
             for count in requests:
                 self._draft_program(count)
 
-    def draft(self, requests: int, slots: Sequence[int], sampling: SamplingInputs) -> DraftBlock:
+    def draft(
+        self, requests: int, slots: Sequence[int], sampling: SamplingInputs, places: Sequence[int] | None = None
+    ) -> DraftBlock:
         """Dispatches one draft call for slots whose newest token is in the pools.
 
         Args:
-          requests: batch size of the program.
-          slots: of the requests, no more than that.
-          sampling: [requests] per request; greedy ones get the likeliest proposals, others are drawn with the noise
-            that their verification will use.
+          requests: batch size of the program, of one data shard.
+          slots: of the requests, no more than that; they count inside the shard of the request.
+          sampling: [requests of all shards] per request; greedy ones get the likeliest proposals, others are drawn with
+            the noise that their verification will use.
+          places: of the requests in the program's batch, shard after shard; None puts them first.
 
         Returns:
-          Proposals by position in `slots`.
+          Proposals by place in the program's batch.
         """
-        padded = np.zeros(requests, np.int32)
-        padded[: len(slots)] = slots
-        live = np.arange(requests) < len(slots)
+        where = np.arange(len(slots)) if places is None else np.asarray(places)
+        padded = np.zeros(requests * self.setup.parallel.data, np.int32)
+        padded[where] = slots
+        live = np.zeros(padded.shape, bool)
+        live[where] = True
         if self._execution == "FULL":
             return self._draft_program(requests).call(self.weights, self.pools, padded, live, sampling)
         arguments = jax.tree.map(jnp.asarray, (padded, live, sampling))
@@ -191,12 +196,16 @@ class DraftRunner(ModelRunner):
             return self._draft_programs[requests]
         self.note_compilation(f"a draft for {requests} requests")
         began = time.perf_counter()
-        step = functools.partial(serve_draft, setup=self.setup, confidence=self.confidence)
-        rows = jax.ShapeDtypeStruct((requests,), np.int32), jax.ShapeDtypeStruct((requests,), np.bool_)
-        arguments = (abstract(self.weights), abstract(self.pools), *rows, abstract(sampling_inputs([], requests)))
+        count = requests * self.setup.parallel.data
+        rows = jax.ShapeDtypeStruct((count,), np.int32), jax.ShapeDtypeStruct((count,), np.bool_)
+        arguments = (abstract(self.weights), abstract(self.pools), *rows, abstract(sampling_inputs([], count)))
         with backend.recording(self._operations):
-            lowered = jax.jit(step).lower(*arguments)
+            lowered = self._jit_draft(arguments).lower(*arguments)
         executable = lowered.compile()
         program = CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
         self._draft_programs[requests] = program
         return program
+
+    def _jit_draft(self, arguments: Sequence[Any]) -> Any:
+        """The draft call, to be lowered for these (abstract) arguments."""
+        return jax.jit(functools.partial(serve_draft, setup=self.setup, confidence=self.confidence))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.stored_rows import load_rows
 from scheduler.pools import Pools
 from v41jax.draft_parameters import DraftParameters, draft_text
+from v41jax.layers import collectives
 from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
 from v41jax.layers.hyper_connections import collapse, expand, mixes
 from v41jax.layers.linear import linear, product, quantize_input
@@ -146,9 +147,24 @@ def draft_block(
       sampling: [R] parameters, `positions` those of the first proposal. None picks the largest logit; otherwise a
         proposal is drawn with the noise its verification will use, which makes more of them survive.
     """
+    hidden = draft_hidden(params, draft, pools, requests, setup)
+    return propose(params, draft, requests, hidden, setup=setup, confidence=confidence, sampling=sampling)
+
+
+def propose(
+    params: Parameters,
+    draft: DraftParameters,
+    requests: DraftRequests,
+    hidden: Array,
+    *,
+    setup: ModelSetup,
+    confidence: bool,
+    sampling: SamplingInputs | None,
+) -> DraftBlock:
+    """The proposals of a block from its hidden states, [R * T, D] of `draft_hidden`; other arguments as of
+    `draft_block`."""
     width = setup.config.text.dspark_block_size
     count = requests.anchors.shape[0]
-    hidden = _backbone(params, draft, pools, requests, setup)
     normalized = rms_norm(hidden, draft.norm, setup.config.text.rms_norm_eps)
     # Block position first: the picking below walks over it.
     by_position = hidden.reshape(count, width, -1).swapaxes(0, 1)
@@ -198,7 +214,7 @@ def pick(
     return picked
 
 
-def _backbone(
+def draft_hidden(
     params: Parameters, draft: DraftParameters, pools: Pools, requests: DraftRequests, setup: ModelSetup
 ) -> Array:
     """Collapsed hidden states before the norm, [R * T, D], block positions of a request together."""
@@ -206,7 +222,8 @@ def _backbone(
     width, count = text.dspark_block_size, requests.anchors.shape[0]
     noise = jnp.full((count, width - 1), text.dspark_noise_token_id, jnp.int32)
     ids = jnp.concatenate([requests.anchors[:, None], noise], axis=1).reshape(-1)
-    embedded = load_rows(params.embed, (ids,)).astype(setup.precision.activation_dtype)
+    embedded = collectives.join_columns(load_rows(params.embed, (ids,)), setup.parallel)
+    embedded = embedded.astype(setup.precision.activation_dtype)
     streams = jnp.broadcast_to(embedded[:, None, :], (ids.size, text.hc_mult, embedded.shape[1]))
     pre_mix = jnp.zeros((ids.size, text.hc_mult), jnp.float32).at[:, 0].set(1.0)
     rows = block_rows(params, requests, setup)
@@ -286,6 +303,7 @@ def draft_stage(
         text=text,
         precision=precision,
         kernels=kernels,
+        parallel=setup.parallel,
     )
     return expand(output, streams, ffn), ffn.pre
 
@@ -314,7 +332,7 @@ def _attention(
         window=_rings(pools),
         ring_offset=ring_offset,
     )
-    return attend(
+    partial = attend(
         latent,
         keys[:0],
         weights.attention,
@@ -328,6 +346,7 @@ def _attention(
         window_format=setup.geometry.window_format,
         kernels=kernels,
     )
+    return collectives.sum_over_model(partial, setup.parallel)
 
 
 def _rings(pools: Pools) -> Array:

@@ -28,12 +28,13 @@ from checkpoints.load import Checkpoint, available_scopes
 from scheduler.buckets import Buckets, verify_ladder
 from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, validate_runtime_config
-from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, SamplingParams
 from scheduler.sequence import Sequence as RequestSequence
+from scheduler.sharded import make_scheduler
 from scheduler.tiers.build import open_store
 from scheduler.tiers.layout import TransferLayout
 from scheduler.tiers.page_tiers import PageTiers
+from scheduler.tiers.sharded import ShardedTiers
 from v41jax.cache_identity import cache_identity
 from v41jax.config import ConfigError, ModelConfig
 from v41jax.draft_parameters import load_draft_parameters
@@ -50,10 +51,12 @@ from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
 from v41jax.memory_budget import PoolBudget, plan_pools
+from v41jax.mesh_draft_runner import MeshDraftRunner, load_draft_on_mesh
+from v41jax.mesh_memory import mesh_transfers
 from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
 from v41jax.multihost import Followers, LeadingRunner, hosts_of, join
-from v41jax.page_transfer import DevicePages
+from v41jax.page_transfer import ONE_DEVICE, DevicePages
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
@@ -141,7 +144,7 @@ class Engine:
         view = ModelView.from_config(model_config, root)
         validate_runtime_config(config, view)
         parallel = arrangement(config.mesh, config.enable_expert_parallel)
-        check_mesh(model_config, parallel)
+        check_mesh(model_config, parallel, drafts=config.num_speculative_tokens > 0)
         if hosts is not None:
             join(hosts)
         geometry = config.geometry(view)
@@ -183,15 +186,23 @@ class Engine:
             tower = jax.tree.map(jnp.asarray, vision_parameters(checkpoint)) if sees else None
             draft = None
             if drafts:
-                draft = load_draft_parameters(checkpoint, form=weights, dtype=precision.activation_dtype)
-            budget = plan_pools(config, geometry, max_model_len, (params, tower, draft, tables_held))
-            scheduler = Scheduler(config, view, geometry, budget.num_pages, budget.num_slots, deferred=not drafts)
+                stored = {"form": weights, "dtype": precision.activation_dtype}
+                if mesh is None:
+                    draft = load_draft_parameters(checkpoint, **stored)
+                else:
+                    draft = load_draft_on_mesh(checkpoint, mesh, parallel, **stored)
+            budget = plan_pools(config.of_shard(), geometry, max_model_len, (params, tower, draft, tables_held))
+            pages, slots, shards = budget.num_pages, budget.num_slots, parallel.data
+            scheduler = make_scheduler(config, view, geometry, pages, slots, deferred=not drafts)
             make_runner: Callable[..., ModelRunner] = ModelRunner
             if draft is not None:
                 confidence = calibrates or profile is not None
-                make_runner = functools.partial(DraftRunner, draft_parameters=draft, confidence=confidence)
+                kind = DraftRunner if mesh is None else MeshDraftRunner
+                make_runner = functools.partial(kind, draft_parameters=draft, confidence=confidence)
+            elif mesh is not None:
+                make_runner = MeshRunner
             if mesh is not None:
-                make_runner = functools.partial(MeshRunner, mesh=mesh)
+                make_runner = functools.partial(make_runner, mesh=mesh)
             if hosts is not None:
                 followers = Followers(hosts)
                 resources.append(followers)
@@ -199,13 +210,13 @@ class Engine:
             runner = make_runner(
                 params,
                 setup,
-                num_pages=budget.num_pages,
-                num_slots=budget.num_slots,
-                num_images=budget.num_images,
+                num_pages=shards * pages,
+                num_slots=shards * slots,
+                num_images=shards * budget.num_images,
                 execution="EAGER" if config.enforce_eager else config.execution_mode,
                 scores_prompts=config.prompt_logprobs,
             )
-            buckets = Buckets.default(config, geometry, budget.num_pages, max_model_len)
+            buckets = Buckets.default(config.of_shard(), geometry, pages, max_model_len)
             engine_drafts = EngineDrafts(scheduler, runner, profile) if isinstance(runner, DraftRunner) else None
             if calibrates:
                 buckets = dataclasses.replace(buckets, verify_rows=verify_ladder(geometry.speculative_tokens, True))
@@ -475,9 +486,11 @@ class Engine:
     # Reports -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Queue, pages, totals, recompiles, recent step times, rows run by part of the model, worth of drafts; plain
-        values."""
+        """Queue, pages, totals, recompiles, recent step times, rows run by part of the model, worth of drafts, and the
+        numbers of each data shard where there are several; plain values."""
         scheduler = dataclasses.asdict(self.core.scheduler.statistics())
+        if not scheduler["shards"]:
+            del scheduler["shards"]
         times = list(self.core.step_times)
         count = max(len(times), 1)
         host = {
@@ -502,7 +515,7 @@ class Engine:
     def get_kv_transfer_tensors(self) -> dict[str, Any]:
         """The bytes of a page unit, plane by plane in transfer order, and of a STATE image where images are kept."""
         layout = TransferLayout.of(self.core.runner.setup.geometry)
-        return layout.published(self.core.scheduler.manager.images is not None)
+        return layout.published(self.core.scheduler.keeps_images)
 
     def summary(self) -> dict[str, Any]:
         """What was built: device, memory, buckets, compile times."""
@@ -511,19 +524,26 @@ class Engine:
 
 def _open_tiers(
     config: EngineConfig, runner: ModelRunner, checkpoint: Checkpoint, lookup: EngramLookup | None
-) -> PageTiers:
+) -> PageTiers | ShardedTiers:
     """The tiers of the options, tied to a runner's pages; every transfer is compiled."""
-    geometry = runner.setup.geometry
-    memory = DevicePages(runner, geometry)
-    identity = cache_identity(config, geometry, checkpoint, lookup)
-    memory.warm_up(images=not config.encoder_swa_bounded_replay)
-    store = open_store(config, memory.layout, identity)
+    geometry, shards = runner.setup.geometry, runner.setup.parallel.data
+    transfers = ONE_DEVICE
+    if isinstance(runner, MeshRunner):
+        transfers = mesh_transfers(runner.mesh, runner.setup.parallel, runner.pools)
+    memories = [DevicePages(runner, geometry, transfers, shard) for shard in range(shards)]
+    layout, identity = memories[0].layout, cache_identity(config, geometry, checkpoint, lookup)
+    memories[0].warm_up(images=not config.encoder_swa_bounded_replay)
+    store = open_store(config, layout, identity)
     assert store is not None
-    return PageTiers(
-        store,
-        memory.layout,
-        identity,
-        memory,
-        block_size=geometry.block_size,
-        timeout_s=config.cache_fetch_timeout,
-    )
+    parts = [
+        PageTiers(
+            store,
+            layout,
+            identity,
+            memory,
+            block_size=geometry.block_size,
+            timeout_s=config.cache_fetch_timeout,
+        )
+        for memory in memories
+    ]
+    return parts[0] if shards == 1 else ShardedTiers(parts)

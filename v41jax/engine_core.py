@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.batch_builder import build_batch_step
-from scheduler.buckets import Buckets
+from scheduler.buckets import Buckets, StepShape
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult, resolve_pending
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, RequestOutput
+from scheduler.sharded import ShardedScheduler
+from scheduler.sharded_batch import first_output_rows, first_rows, output_places, request_places
 from v41jax.engine_drafts import EngineDrafts
 from v41jax.engine_images import EngineImages
 from v41jax.engram_lookup import EngramLookup
-from v41jax.logit_edits import EditPlanner, first_output_rows
+from v41jax.logit_edits import EditPlanner
 from v41jax.row_counts import RowCounts, computed_rows_per_layer, rows_per_layer
 from v41jax.runner import (
     ModelRunner,
@@ -37,6 +39,8 @@ from v41jax.runner import (
     sampling_inputs,
 )
 from v41jax.sampling import TokenScores
+from v41jax.sharding import join_steps
+from v41jax.step_arrays import empty_step
 from v41jax.verification import check_committed
 
 RECENT_STEPS = 256
@@ -95,6 +99,7 @@ class PromptScores(NamedTuple):
 @dataclasses.dataclass
 class _InFlight:
     batch: ScheduledBatch
+    shape: StepShape
     output: StepOutput
     scored: bool
     prompt_scored: bool
@@ -131,7 +136,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | ShardedScheduler,
         runner: ModelRunner,
         buckets: Buckets,
         lookup: EngramLookup | None,
@@ -196,28 +201,25 @@ class EngineCore:
             result = self._read(previous)
             waited = time.perf_counter() - planned
             batch = resolve_pending(batch, previous.batch, result)
-        arrays, shape = build_batch_step(
-            batch,
-            self.runner.setup.geometry,
-            self.buckets,
-            self._compress,
-            num_pages=self.runner.num_pages,
-            num_slots=self.runner.num_slots,
-        )
+        shape, shards = self.buckets.shape(batch), len(batch.shards)
+        arrays = self._arrays(batch, shape)
         built = time.perf_counter()
         engram_rows = self._engram_rows(arrays)
         looked_up = time.perf_counter()
         scored = any(batch.sampling[index].logprobs is not None for index in batch.output_requests.tolist())
         targets = self.runner.no_targets(shape)
-        prompt_scored = targets is not None and self._set_targets(batch, targets)
+        prompt_scored = targets is not None and self._set_targets(batch, shape, targets)
+        places, outputs = output_places(batch, shape), shards * shape.outputs
         sampling = self.runner.step_sampling(
-            sampling_inputs(_sampling_rows(batch), sampled_rows(shape)),
-            self.edits.plan(batch, shape.outputs, self.scheduler.sequence),
-            outputs=shape.outputs,
+            sampling_inputs(_sampling_rows(batch), shards * sampled_rows(shape), places.tolist()),
+            self.edits.plan(batch, outputs, self.scheduler.sequence, first_output_rows(batch, shape)),
+            outputs=outputs,
             scored=scored,
             targets=targets,
         )
-        image_rows = None if self.images is None else self.images.step_rows(batch, shape.rows)
+        image_rows = None
+        if self.images is not None:
+            image_rows = self.images.step_rows(batch, shards * shape.rows, first_rows(batch, shape))
         encoded = time.perf_counter()
         if tiers is not None:
             tiers.before_forward()
@@ -225,8 +227,8 @@ class EngineCore:
         dispatched = time.perf_counter()
         window = self.runner.setup.geometry.window_size
         self.scheduled_rows = self.scheduled_rows.plus(rows_per_layer(batch, window))
-        self.computed_rows = self.computed_rows.plus(computed_rows_per_layer(shape, window))
-        step = _InFlight(batch, output, scored, prompt_scored)
+        self.computed_rows = self.computed_rows.plus(computed_rows_per_layer(shape, window).times(shards))
+        step = _InFlight(batch, shape, output, scored, prompt_scored)
         if self.drafts is None:
             self._in_flight = step
         else:
@@ -261,26 +263,39 @@ class EngineCore:
             self.prompt_scores = self._prompt_scores(step)
         return [*outputs, *self.scheduler.take_outputs()]
 
-    def _set_targets(self, batch: ScheduledBatch, targets: NDArray[np.int32]) -> bool:
+    def _arrays(self, batch: ScheduledBatch, shape: StepShape) -> BatchStep:
+        """The arrays of a step; a shard that runs nothing has padding."""
+        geometry, shards = self.runner.setup.geometry, len(batch.shards)
+        sizes = {"num_pages": self.runner.num_pages // shards, "num_slots": self.runner.num_slots // shards}
+        return join_steps(
+            [
+                empty_step(shape, geometry)
+                if part is None
+                else build_batch_step(part, geometry, self.buckets, self._compress, shape=shape, **sizes)[0]
+                for part in batch.shards
+            ]
+        )
+
+    def _set_targets(self, batch: ScheduledBatch, shape: StepShape, targets: NDArray[np.int32]) -> bool:
         """Fills in the tokens that follow the rows of scored prompts; False when there are none."""
-        found, row = False, 0
-        for index, length in enumerate(batch.lengths.tolist()):
+        found = False
+        rows = zip(first_rows(batch, shape).tolist(), batch.lengths.tolist(), strict=True)
+        for index, (row, length) in enumerate(rows):
             sequence = self.scheduler.sequence(batch.request_ids[index])
             if sequence is not None and batch.sampling[index].prompt_logprobs:
                 start = int(batch.starts[index])
                 following = sequence.tokens(start + 1, min(start + 1 + length, sequence.num_prompt_tokens))
                 targets[row : row + len(following)] = following
                 found = found or len(following) > 0
-            row += length
         return found
 
     def _prompt_scores(self, step: _InFlight) -> list[PromptScores]:
         assert step.output.prompt_scores is not None
         chosen, top, top_ids = (np.asarray(part) for part in step.output.prompt_scores)
-        batch, result, row = step.batch, [], 0
-        for index, length in enumerate(batch.lengths.tolist()):
-            rows = slice(row, row + length)
-            row += length
+        batch, result = step.batch, []
+        firsts = first_rows(batch, step.shape).tolist()
+        for index, (first, length) in enumerate(zip(firsts, batch.lengths.tolist(), strict=True)):
+            rows = slice(first, first + length)
             if batch.sampling[index].prompt_logprobs:
                 count = batch.sampling[index].logprobs or 0
                 parts = zip(chosen[rows].tolist(), top_ids[rows, :count].tolist(), top[rows, :count].tolist())
@@ -304,15 +319,19 @@ class EngineCore:
         """The tokens of a dispatched step; blocks until it has run."""
         if step.result is None:
             tokens, mismatch = np.asarray(step.output.tokens), np.asarray(step.output.cursor_mismatch)
-            if mismatch[: step.batch.num_requests].any():
-                names = [step.batch.request_ids[row] for row in np.flatnonzero(mismatch[: step.batch.num_requests])]
+            requests = request_places(step.batch, step.shape)
+            mismatch = mismatch[requests]
+            if mismatch.any():
+                names = [step.batch.request_ids[row] for row in np.flatnonzero(mismatch)]
                 raise StateMismatchError(
                     f"the slots of requests {names} do not stand where step {step.batch.index} started: their state "
                     "must be rebuilt from a recoverable boundary"
                 )
             if tokens.ndim == 2:
-                check_committed((tokens >= 0).sum(axis=1), step.batch.lengths)
-            step.result = StepResult(tokens[: len(step.batch.output_requests)])
+                lengths = np.zeros(len(tokens), np.int32)
+                lengths[requests] = step.batch.lengths
+                check_committed((tokens >= 0).sum(axis=1), lengths)
+            step.result = StepResult(tokens[output_places(step.batch, step.shape)])
         return step.result
 
 
@@ -320,7 +339,7 @@ def _scores(step: _InFlight, outputs: list[RequestOutput]) -> dict[RequestId, tu
     """Log-probabilities of the tokens in a step's outputs; results that the scheduler dropped have none."""
     chosen, top, top_ids = (np.asarray(part) for part in TokenScores(*step.output.scores))
     delivered = {output.request_id: len(output.new_tokens) for output in outputs}
-    first = first_output_rows(step.batch)
+    first = first_output_rows(step.batch, step.shape)
     scores: dict[RequestId, tuple[TokenScore, ...]] = {}
     for row, index in zip(first.tolist(), step.batch.output_requests.tolist(), strict=True):
         request_id, count = step.batch.request_ids[index], step.batch.sampling[index].logprobs

@@ -22,6 +22,8 @@ from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import Phase, ScheduledBatch, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import RequestId, Sequence
+from scheduler.sharded import ShardedScheduler
+from scheduler.sharded_batch import spread
 from v41jax.confidence import choose_lengths, confidences_of, survival
 from v41jax.confidence_profile import Profile, running_identity
 from v41jax.draft_runner import DraftRunner
@@ -107,6 +109,7 @@ class DraftCounts:
 
 class _Drafting(NamedTuple):
     requests: list[tuple[RequestId, int]]
+    places: list[int]
     block: DraftBlock
 
 
@@ -119,7 +122,7 @@ class EngineDrafts:
       blocks: every verified block, when asked for.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: DraftRunner, profile: Profile | None = None):
+    def __init__(self, scheduler: Scheduler | ShardedScheduler, runner: DraftRunner, profile: Profile | None = None):
         """Nothing is drafted yet.
 
         Args:
@@ -153,7 +156,10 @@ class EngineDrafts:
         if not outputs:
             return
         ladder = buckets.draft_requests
-        requests = ladder[bisect.bisect_left(ladder, len(outputs))]
+        parts = [() if part is None else part.slots[part.output_requests].tolist() for part in batch.shards]
+        counts = [len(part) for part in parts]
+        requests = ladder[bisect.bisect_left(ladder, max(counts))]
+        places = spread(counts, requests).tolist()
         rows = []
         for index in outputs:
             sampling = batch.sampling[index]
@@ -161,8 +167,10 @@ class EngineDrafts:
             rows.append(
                 SamplingRow(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed or 0, 0)
             )
-        block = self._runner.draft(requests, batch.slots[outputs].tolist(), sampling_inputs(rows, requests))
-        self._pending = _Drafting([(batch.request_ids[index], batch.generations[index]) for index in outputs], block)
+        sampling = sampling_inputs(rows, len(parts) * requests, places)
+        block = self._runner.draft(requests, [slot for part in parts for slot in part], sampling, places)
+        named = [(batch.request_ids[index], batch.generations[index]) for index in outputs]
+        self._pending = _Drafting(named, places, block)
         self.counts.draft_calls += 1
 
     def deliver(self) -> None:
@@ -170,10 +178,10 @@ class EngineDrafts:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        tokens = np.asarray(pending.block.tokens)[:, : self._width].tolist()
+        tokens = np.asarray(pending.block.tokens)[pending.places, : self._width].tolist()
         confidences = None
         if pending.block.confidence is not None:
-            confidences = confidences_of(np.asarray(pending.block.confidence)[:, : self._width])
+            confidences = confidences_of(np.asarray(pending.block.confidence)[pending.places, : self._width])
         self.counts.draft_seconds += time.perf_counter() - self._tokens_read
         for row, (request_id, generation) in enumerate(pending.requests):
             taken = self._scheduler.propose(request_id, generation, tokens[row])

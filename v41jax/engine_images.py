@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.scheduled_batch import ScheduledBatch
 from scheduler.sequence import ImageSpan, RequestId
@@ -108,12 +109,15 @@ class EngineImages:
             tuple(processed),
         )
 
-    def step_rows(self, batch: ScheduledBatch, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def step_rows(
+        self, batch: ScheduledBatch, rows: int, first_rows: NDArray[np.int64]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
         """Embedding rows of a step, recomputed rows included; encodes images that are read for the first time.
 
         Args:
           batch: the step.
-          rows: N, rows of the step's bucket.
+          rows: N, rows of the step's bucket, of all data shards.
+          first_rows: [b] where the first row of each request lies among them.
 
         Returns:
           rows [I, D] activation dtype and destinations [I] int32, padding N; None for a step of text.
@@ -123,8 +127,7 @@ class EngineImages:
         """
         if not batch.image_rows.any():
             return None
-        firsts = np.cumsum(batch.lengths) - batch.lengths
-        columns = zip(batch.request_ids, batch.starts.tolist(), batch.ends.tolist(), firsts.tolist(), strict=True)
+        columns = zip(batch.request_ids, batch.starts.tolist(), batch.ends.tolist(), first_rows.tolist(), strict=True)
         found = self.leases.batch_rows([ImageChunk(*column) for column in columns], rows)
         held, wanted = 0 if found is None else int((found[1] < rows).sum()), int(batch.image_rows.sum())
         if held != wanted:

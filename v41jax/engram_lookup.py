@@ -72,5 +72,16 @@ class EngramLookup:
         return EngramRows(codes=tuple(codes), scales=tuple(scales))
 
     def step_rows(self, step: BatchStep) -> EngramRows:
-        """`rows` for the arrays of one host-side `BatchStep`, whose token ids must all be known (none -1)."""
-        return self.rows(step.compressed_ids, step.history, step.cu_seqlens)
+        """`rows` for the arrays of one host-side `BatchStep`, whose token ids must all be known (none -1).
+
+        Of the joined steps of several data shards the rows of all, one shard after the other.
+        """
+        shards = len(step.cu_seqlens) - len(step.slots)  # each has one offset more than requests
+        fields = (step.compressed_ids, step.history, step.cu_seqlens)
+        columns = (np.split(np.asarray(field), shards) for field in fields)
+        parts = [self.rows(*column) for column in zip(*columns, strict=True)]
+        if shards == 1:
+            return parts[0]
+        codes = zip(*(part.codes for part in parts), strict=True)
+        scales = zip(*(part.scales for part in parts), strict=True)
+        return EngramRows(tuple(map(np.concatenate, codes)), tuple(map(np.concatenate, scales)))

@@ -113,7 +113,11 @@ class EditPlanner:
         self._rows: list[_Row | None] = [None] * slots
 
     def plan(
-        self, batch: ScheduledBatch, outputs: int, sequence: Callable[[RequestId], Sequence | None]
+        self,
+        batch: ScheduledBatch,
+        outputs: int,
+        sequence: Callable[[RequestId], Sequence | None],
+        rows: NDArray[np.int64] | None = None,
     ) -> LogitEdits | None:
         """Edits of a batch whose tokens are all known.
 
@@ -121,12 +125,14 @@ class EditPlanner:
           batch: the step.
           outputs: `F`.
           sequence: live request by id.
+          rows: [outputs] first output row of each request that gets a token; None where no shard's part is padded.
 
         Returns:
           None when no row has any.
         """
         edits = None
-        for row, index in zip(first_output_rows(batch).tolist(), batch.output_requests.tolist(), strict=True):
+        rows = first_output_rows(batch) if rows is None else rows
+        for row, index in zip(rows.tolist(), batch.output_requests.tolist(), strict=True):
             request_id, sampling = batch.request_ids[index], batch.sampling[index]
             constraint = self.constraints.get(request_id)
             live = sequence(request_id)

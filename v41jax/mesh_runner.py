@@ -1,13 +1,13 @@
 """`MeshRunner`: a `ModelRunner` whose weights and pools are cut over a mesh of chips.
 
 The forward is `mesh_forward`; sampling runs on the whole vocabulary's logits, whose cut XLA follows. Which chip holds
-what is said in `sharding`; the scheduler sees one pool of pages and slots.
+what is said in `sharding`. Pages, slots and images of all data shards are one pool here, shard after shard.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from scheduler.pools import Pools
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.layers.rows import Phase
 from v41jax.mesh_forward import mesh_forward, whole_step
+from v41jax.mesh_memory import IMAGE_SPECS, MeshStateCopies
 from v41jax.model import ModelSetup
 from v41jax.parameters import (
     Parameters,
@@ -34,7 +35,7 @@ from v41jax.parameters import (
 from v41jax.runner import ModelRunner, StepOutput, StepSampling, choose_tokens, empty_edits
 from v41jax.sampling import LogitEdits
 from v41jax.sharding import pool_specs, shardings, step_specs, weight_specs
-from v41jax.state_copies import Images, allocate_images
+from v41jax.state_copies import Images, StateCopies, allocate_images
 
 Array = jax.Array
 
@@ -90,11 +91,16 @@ def jit_mesh_step(mesh: Mesh, setup: ModelSetup, phase: Phase, arguments: Sequen
       arguments: params, pools, adjustments, batch, Engram rows, sampling, and image embeddings if there are any;
         abstract or not.
     """
-    params, pools, _, batch, engram_rows, sampling, *images = arguments
+    return jit_on_mesh(functools.partial(mesh_serve_step, mesh=mesh, setup=setup, phase=phase), mesh, setup, arguments)
+
+
+def jit_on_mesh(step: Callable[..., Any], mesh: Mesh, setup: ModelSetup, arguments: Sequence[Any]) -> Any:
+    """`jit_mesh_step` for any step with the arguments and results of `mesh_serve_step`, weights of any kind."""
+    weights, pools, _, batch, engram_rows, sampling, *images = arguments
     whole = PartitionSpec()
     held = (pool_specs(pools, setup.parallel), ADJUSTMENTS)
     specs = (
-        weight_specs(params, setup.parallel),
+        weight_specs(weights, setup.parallel),
         *held,
         step_specs(batch),
         step_specs(engram_rows),
@@ -104,7 +110,7 @@ def jit_mesh_step(mesh: Mesh, setup: ModelSetup, phase: Phase, arguments: Sequen
     scored = None if sampling.targets is None else whole
     results = (*held, StepOutput(whole, PartitionSpec(DATA, MODEL), whole, whole, scored))
     return jax.jit(
-        functools.partial(mesh_serve_step, mesh=mesh, setup=setup, phase=phase),
+        step,
         donate_argnums=(1, 2),
         in_shardings=shardings(mesh, specs),
         out_shardings=shardings(mesh, results),
@@ -158,11 +164,14 @@ class MeshRunner(ModelRunner):
         # Made in place: the pools of all chips together do not fit one of them.
         make = jax.jit(lambda: pool_arrays.allocate(geometry, self.num_pages, self.num_slots), out_shardings=held)
         pools = make()
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        images = jax.jit(lambda: allocate_images(geometry, abstract, num_images), out_shardings=whole)()
+        kept = shardings(self.mesh, IMAGE_SPECS)
+        images = jax.jit(lambda: allocate_images(geometry, abstract, num_images), out_shardings=kept)()
         shape = (self.num_slots, self.setup.config.text.vocab_size)
         adjusted = NamedSharding(self.mesh, ADJUSTMENTS)
         return pools, images, jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=adjusted)()
+
+    def _make_copies(self) -> StateCopies:
+        return MeshStateCopies(self.mesh, self.setup.parallel, self._pools)
 
     def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
         return jit_mesh_step(self.mesh, self.setup, shape.phase.value, arguments)
@@ -192,4 +201,5 @@ class MeshRunner(ModelRunner):
             **super().summary(),
             "mesh": f"data={parallel.data},model={parallel.model}",
             "experts": parallel.experts,
+            "data_shards": parallel.data,
         }

@@ -6,9 +6,8 @@ effect in program order with the steps. Each compiled program handles one of a f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +69,7 @@ def _replaced(pools: Pools, planes: list[Array]) -> Pools:
     return pools.replace(main=main, index_values=tuple(values), index_scales=tuple(scales))
 
 
-@jax.jit
-def gather_pages(pools: Pools, pages: Array) -> Array:
+def page_contents(pools: Pools, pages: Array) -> Array:
     """Contents of pages.
 
     Args:
@@ -84,8 +82,7 @@ def gather_pages(pools: Pools, pages: Array) -> Array:
     return jnp.concatenate([_to_bytes(plane.at[pages].get(mode="clip")) for plane in page_planes(pools)], axis=1)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def scatter_pages(pools: Pools, pages: Array, data: Array) -> Pools:
+def with_pages(pools: Pools, pages: Array, data: Array) -> Pools:
     """Overwrites pages.
 
     Args:
@@ -101,15 +98,13 @@ def scatter_pages(pools: Pools, pages: Array, data: Array) -> Pools:
     return _replaced(pools, planes)
 
 
-@jax.jit
-def gather_images(images: Images, rows: Array) -> tuple[Array, Array]:
+def image_contents(images: Images, rows: Array) -> tuple[Array, Array]:
     """Contents of STATE images: ([n, ring bytes] uint8, [n, 1 + Hh] int32 cursors)."""
     window = jnp.moveaxis(images.window.at[:, rows].get(mode="clip"), 1, 0)
     return _to_bytes(window), images.cursor.at[rows].get(mode="clip")
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def scatter_images(images: Images, rows: Array, window: Array, cursor: Array) -> Images:
+def with_images(images: Images, rows: Array, window: Array, cursor: Array) -> Images:
     """Overwrites STATE images (donated); arguments as `gather_images` gives them, masked rows as for pages."""
     layers, _, *rest = images.window.shape
     return Images(
@@ -118,58 +113,127 @@ def scatter_images(images: Images, rows: Array, window: Array, cursor: Array) ->
     )
 
 
+gather_pages = jax.jit(page_contents)
+scatter_pages = jax.jit(with_pages, donate_argnums=0)
+gather_images = jax.jit(image_contents)
+scatter_images = jax.jit(with_images, donate_argnums=0)
+
+
+class Transfers(NamedTuple):
+    """Compiled transfers of a runner's memory; of several data shards all ids count inside their shard, and arguments
+    and results are those of the shards, one after the other.
+
+    Attributes:
+      gather_pages, scatter_pages, gather_images, scatter_images: see `page_contents`, `with_pages`, `image_contents`
+        and `with_images`.
+      shards: data shards.
+    """
+
+    gather_pages: Callable[..., Array]
+    scatter_pages: Callable[..., Pools]
+    gather_images: Callable[..., tuple[Array, Array]]
+    scatter_images: Callable[..., Images]
+    shards: int = 1
+
+
+ONE_DEVICE = Transfers(gather_pages, scatter_pages, gather_images, scatter_images)
+
+
 class DevicePages:
-    """The `PageMemory` of a runner.
+    """The `PageMemory` of a runner, of one of its data shards.
 
     Attributes:
       layout: of the bytes.
     """
 
-    def __init__(self, runner: ModelRunner, geometry: V41PoolGeometry):
+    def __init__(
+        self, runner: ModelRunner, geometry: V41PoolGeometry, transfers: Transfers = ONE_DEVICE, shard: int = 0
+    ):
+        """Nothing is compiled yet.
+
+        Args:
+          runner: whose pools and images are read and written.
+          geometry: of the pools.
+          transfers: of the runner's memory.
+          shard: which data shard's pages these are; ids count inside it.
+        """
         self.layout = TransferLayout.of(geometry)
         self._runner = runner
+        self._transfers = transfers
+        self._shard = shard
+
+    @property
+    def _pages(self) -> int:
+        return int(self._runner.num_pages) // self._transfers.shards
+
+    @property
+    def _images(self) -> int:
+        return int(self._runner.images.cursor.shape[0]) // self._transfers.shards
+
+    def _spread(self, ids: Sequence[int], buckets: tuple[int, ...], filling: int) -> np.ndarray:
+        """Ids of all shards for one program: this shard's, and of the others what is masked."""
+        own = _padded(ids, buckets, filling)
+        whole = np.full((self._transfers.shards, len(own)), filling, np.int32)
+        whole[self._shard] = own
+        return whole.reshape(-1)
+
+    def _first(self, places: np.ndarray) -> int:
+        """Where this shard's part of the places begins."""
+        return self._shard * (len(places) // self._transfers.shards)
+
+    def _own(self, rows: Array) -> np.ndarray:
+        """This shard's part of a result, read from one of the devices that hold it."""
+        count = rows.shape[0] // self._transfers.shards
+        for part in rows.addressable_shards:
+            if (part.index[0].start or 0) == self._shard * count:
+                return np.asarray(part.data)
+        raise RuntimeError(f"no device of this process holds data shard {self._shard}")
 
     def warm_up(self, images: bool) -> None:
         """Compiles every transfer; nothing is overwritten."""
         unit = self.layout.unit_bytes
         for count in PAGE_BUCKETS:
-            gather_pages(self._runner.pools, np.zeros(count, np.int32))
-            masked = np.full(count, self._runner.num_pages, np.int32)
+            count *= self._transfers.shards
+            self._transfers.gather_pages(self._runner.pools, np.zeros(count, np.int32))
+            masked = np.full(count, self._pages, np.int32)
             data = np.zeros((count, unit), np.uint8)
-            self._runner.replace_pools(scatter_pages(self._runner.pools, masked, data))
+            self._runner.replace_pools(self._transfers.scatter_pages(self._runner.pools, masked, data))
         for count in IMAGE_BUCKETS if images else ():
-            window, cursor = gather_images(self._runner.images, np.zeros(count, np.int32))
-            masked = np.full(count, self._runner.images.cursor.shape[0], np.int32)
+            count *= self._transfers.shards
+            window, cursor = self._transfers.gather_images(self._runner.images, np.zeros(count, np.int32))
+            masked = np.full(count, self._images, np.int32)
             arrays = np.zeros(window.shape, np.uint8), np.zeros(cursor.shape, np.int32)
-            self._runner.replace_images(scatter_images(self._runner.images, masked, *arrays))
+            self._runner.replace_images(self._transfers.scatter_images(self._runner.images, masked, *arrays))
 
     def read_pages(self, pages: Sequence[int]) -> Callable[[], list[bytes]]:
         """Starts to read pages; see `PageMemory`."""
         parts = []
         for ids in _chunks(pages, PAGE_BUCKETS):
-            parts.append((gather_pages(self._runner.pools, _padded(ids, PAGE_BUCKETS, 0)), len(ids)))
-        return lambda: [row.tobytes() for data, count in parts for row in np.asarray(data)[:count]]
+            places = self._spread(ids, PAGE_BUCKETS, 0)
+            parts.append((self._transfers.gather_pages(self._runner.pools, places), len(ids)))
+        return lambda: [row.tobytes() for data, count in parts for row in self._own(data)[:count]]
 
     def write_pages(self, contents: Mapping[int, bytes]) -> None:
         """Overwrites pages; see `PageMemory`."""
         for ids in _chunks(list(contents), PAGE_BUCKETS):
-            padded = _padded(ids, PAGE_BUCKETS, self._runner.num_pages)
-            data = np.zeros((len(padded), self.layout.unit_bytes), np.uint8)
-            for row, page in enumerate(ids):
+            places = self._spread(ids, PAGE_BUCKETS, self._pages)
+            data = np.zeros((len(places), self.layout.unit_bytes), np.uint8)
+            for row, page in enumerate(ids, self._first(places)):
                 data[row] = np.frombuffer(contents[page], np.uint8)
-            self._runner.replace_pools(scatter_pages(self._runner.pools, padded, data))
+            self._runner.replace_pools(self._transfers.scatter_pages(self._runner.pools, places, data))
 
     def read_images(self, images: Sequence[int]) -> Callable[[], list[bytes]]:
         """Starts to read STATE images by row of the image array; see `PageMemory`."""
         parts = []
         for ids in _chunks(images, IMAGE_BUCKETS):
-            parts.append((*gather_images(self._runner.images, _padded(ids, IMAGE_BUCKETS, 0)), len(ids)))
+            places = self._spread(ids, IMAGE_BUCKETS, 0)
+            parts.append((*self._transfers.gather_images(self._runner.images, places), len(ids)))
 
         def result() -> list[bytes]:
             found = []
             for window, cursor, count in parts:
-                cursors = np.asarray(cursor).astype("<i8")
-                rows = zip(np.asarray(window)[:count], cursors[:count], strict=True)
+                cursors = self._own(cursor).astype("<i8")
+                rows = zip(self._own(window)[:count], cursors[:count], strict=True)
                 found += [ring.tobytes() + history.tobytes() for ring, history in rows]
             return found
 
@@ -179,13 +243,13 @@ class DevicePages:
         """Overwrites STATE images; see `PageMemory`."""
         rings = self.layout.image[0].bytes
         for ids in _chunks(list(contents), IMAGE_BUCKETS):
-            padded = _padded(ids, IMAGE_BUCKETS, self._runner.images.cursor.shape[0])
-            window = np.zeros((len(padded), rings), np.uint8)
-            cursor = np.zeros((len(padded), self._runner.images.cursor.shape[1]), np.int32)
-            for place, row in enumerate(ids):
+            places = self._spread(ids, IMAGE_BUCKETS, self._images)
+            window = np.zeros((len(places), rings), np.uint8)
+            cursor = np.zeros((len(places), self._runner.images.cursor.shape[1]), np.int32)
+            for place, row in enumerate(ids, self._first(places)):
                 window[place] = np.frombuffer(contents[row], np.uint8, rings)
                 cursor[place] = np.frombuffer(contents[row], "<i8", offset=rings)
-            self._runner.replace_images(scatter_images(self._runner.images, padded, window, cursor))
+            self._runner.replace_images(self._transfers.scatter_images(self._runner.images, places, window, cursor))
 
 
 def _chunks(ids: Sequence[int], buckets: tuple[int, ...]) -> list[Sequence[int]]:

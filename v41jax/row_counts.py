@@ -29,6 +29,10 @@ class RowCounts(NamedTuple):
         """The sums."""
         return RowCounts(*(a + b for a, b in zip(self, other)))
 
+    def times(self, count: int) -> RowCounts:
+        """The same `count` times."""
+        return RowCounts(*(count * rows for rows in self))
+
     def layer_rows(self, layers: int, boundary: int) -> int:
         """Rows times layers: one for every row and layer that runs as a whole.
 

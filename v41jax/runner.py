@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
@@ -32,6 +33,7 @@ from v41jax.model import ForwardOutput, ModelSetup, forward, head
 from v41jax.parameters import Parameters
 from v41jax.piecewise import PiecewiseStep
 from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
+from v41jax.sharding import join_steps
 from v41jax.state_copies import Images, StateCopies, allocate_images
 from v41jax.step_arrays import empty_step, engram_shapes, image_shape
 
@@ -215,8 +217,8 @@ class ModelRunner:
     Attributes:
       setup: what the forward is specialized on.
       params: weights.
-      num_pages: PAGE units of the pools.
-      num_slots: state slots.
+      num_pages: PAGE units of the pools, of all data shards.
+      num_slots: state slots, of all data shards.
       recompiles: programs compiled after `warm_up` declared the set complete.
       scores_prompts: prefill programs can report log-probabilities of prompt tokens.
     """
@@ -237,9 +239,9 @@ class ModelRunner:
         Args:
           params: weights.
           setup: what the forward is specialized on.
-          num_pages: PAGE units.
-          num_slots: state slots.
-          num_images: checkpoint images that can be held at once (copy transfer).
+          num_pages: PAGE units of all data shards.
+          num_slots: state slots of all data shards.
+          num_images: checkpoint images that can be held at once (copy transfer), of all data shards.
           execution: "FULL" compiles whole steps, ahead. "PIECEWISE" compiles parts of a step at their first use, see
             `piecewise`; "EAGER" runs op by op, the correctness baseline.
           scores_prompts: prefill programs can report log-probabilities of prompt tokens.
@@ -254,7 +256,7 @@ class ModelRunner:
         self._pieces: dict[str, PiecewiseStep] = {}
         self._images: Images
         self._pools, self._images, self._adjustments = self._allocate(num_images)
-        self._copies = StateCopies()
+        self._copies = self._make_copies()
         self._empty_edits: dict[int, LogitEdits] = {}
         self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
         self._operations: backend.Choices = {}
@@ -266,6 +268,10 @@ class ModelRunner:
         pools = pool_arrays.allocate(self.setup.geometry, self.num_pages, self.num_slots)
         adjustments = jnp.zeros((self.num_slots, self.setup.config.text.vocab_size), jnp.float32)
         return pools, allocate_images(self.setup.geometry, pools, num_images), adjustments
+
+    def _make_copies(self) -> StateCopies:
+        """What moves slots and images of these arrays."""
+        return StateCopies()
 
     def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
         """The whole step, to be lowered for these (abstract) arguments."""
@@ -314,18 +320,19 @@ class ModelRunner:
         self.note_compilation(shape)
         began = time.perf_counter()
         setup = self.setup
-        inputs = sampling_inputs([], sampled_rows(shape))
-        sampling = self.step_sampling(inputs, outputs=shape.outputs, targets=self.no_targets(shape))
+        shards = setup.parallel.data
+        inputs = sampling_inputs([], shards * sampled_rows(shape))
+        sampling = self.step_sampling(inputs, outputs=shards * shape.outputs, targets=self.no_targets(shape))
         arguments = [
             abstract(self.weights),
             abstract(self._pools),
             abstract(self._adjustments),
-            abstract(empty_step(shape, setup.geometry)),
-            engram_shapes(setup.config, shape.rows),
+            abstract(join_steps([empty_step(shape, setup.geometry)] * shards)),
+            engram_shapes(setup.config, shards * shape.rows),
             abstract(sampling),
         ]
         if images:
-            arguments.append(image_shape(setup.config, shape.rows, setup.precision.activation_dtype))
+            arguments.append(image_shape(setup.config, shards * shape.rows, setup.precision.activation_dtype))
         with backend.recording(self._operations):
             lowered = self._jit_step(shape, arguments).lower(*arguments)
         executable = lowered.compile()
@@ -362,8 +369,8 @@ class ModelRunner:
         """Dispatches one step; returns before it has run.
 
         Args:
-          shape: of the program.
-          batch: the step's arrays.
+          shape: of the program, of one data shard.
+          batch: the step's arrays, of all data shards.
           engram_rows: table rows of the batch.
           sampling: made by `step_sampling`.
           ops: state operations to run before.
@@ -378,7 +385,8 @@ class ModelRunner:
         images = image_rows is not None
         arguments: list[Any] = [batch, engram_rows, sampling]
         if image_rows is not None:
-            arguments.append(_spread(*image_rows, count=shape.rows, dtype=self.setup.precision.activation_dtype))
+            count = self.setup.parallel.data * shape.rows
+            arguments.append(_spread(*image_rows, count=count, dtype=self.setup.precision.activation_dtype))
         program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._execution == "FULL":
             program = self._program(shape, images).call
@@ -428,7 +436,7 @@ class ModelRunner:
         """Targets of a step in which no prompt is scored, to be filled in; None where the program has none."""
         if not self.scores_prompts or shape.phase.value != "prefill":
             return None
-        return np.full(shape.rows, self.setup.config.text.vocab_size, np.int32)
+        return np.full(self.setup.parallel.data * shape.rows, self.setup.config.text.vocab_size, np.int32)
 
     def _no_edits(self, outputs: int) -> LogitEdits:
         if outputs not in self._empty_edits:
@@ -504,12 +512,13 @@ def empty_edits(outputs: int, slots: int, vocabulary: int) -> LogitEdits:
     )
 
 
-def sampling_inputs(rows: Sequence[SamplingRow], outputs: int) -> SamplingInputs:
+def sampling_inputs(rows: Sequence[SamplingRow], outputs: int, places: Iterable[int] | None = None) -> SamplingInputs:
     """Pads per-request parameters to the output bucket; padding rows are greedy.
 
     Args:
       rows: one per output row.
       outputs: `F`.
+      places: of the rows among the outputs; None puts them first.
     """
     inputs = SamplingInputs(
         temperature=np.zeros(outputs, np.float32),
@@ -519,7 +528,7 @@ def sampling_inputs(rows: Sequence[SamplingRow], outputs: int) -> SamplingInputs
         seeds=np.zeros(outputs, np.uint32),
         positions=np.zeros(outputs, np.int32),
     )
-    for index, row in enumerate(rows):
+    for index, row in zip(itertools.count() if places is None else places, rows, strict=False):
         inputs.temperature[index] = row.temperature
         inputs.top_k[index] = row.top_k
         inputs.top_p[index] = row.top_p

@@ -18,7 +18,6 @@ from scheduler.batch import BatchStep, EngramRows
 from scheduler.pools import Pools
 from v41jax.config import ModelConfig
 from v41jax.layers.collectives import DATA, MODEL, ExpertArrangement, Parallel
-from v41jax.parameters import Parameters
 
 Tree = TypeVar("Tree")
 
@@ -67,6 +66,7 @@ WEIGHT_AXES: dict[str, LogicalAxes] = {
     "moe.shared.w1": ("shared width", None),
     "moe.shared.w3": ("shared width", None),
     "moe.shared.w2": (None, "shared width"),
+    "markov_head": ("vocabulary", None),
 }
 """Weight -> logical axes, of one layer; the scales of a weight are cut like its values. Weights that are not here
 (latent projections, compressors, indexers, router, mixes, norms, Engram) are whole on every chip."""
@@ -102,17 +102,18 @@ def leaf_names(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(name, tree)
 
 
-def weight_specs(params: Parameters, parallel: Parallel) -> Parameters:
-    """Partition specs of a pytree of weights (or of leaves, or abstract ones), like it.
+def weight_specs(params: Tree, parallel: Parallel) -> Tree:
+    """Partition specs of the weights of a target, of a draft or of both (or of leaves, or abstract ones), like them.
 
-    Weights of runs have one more leading axis, the layers.
+    Weights of runs and of draft stages have one more leading axis, the layers.
     """
 
     def spec(path: tuple[Any, ...], _: Any) -> PartitionSpec:
-        name = _field_path(path)
-        in_run = name.startswith("runs")
-        axes = WEIGHT_AXES.get(name.removeprefix("runs.").removesuffix(".values").removesuffix(".scales"), ())
-        return partition((None, *axes) if in_run else axes, parallel.experts)
+        name = _field_path(path).removeprefix("target.").removeprefix("draft.")
+        stacked = name.startswith(("runs.", "stages."))
+        name = name.removeprefix("runs.").removeprefix("stages.").removesuffix(".values").removesuffix(".scales")
+        axes = WEIGHT_AXES.get(name, ())
+        return partition((None, *axes) if stacked else axes, parallel.experts)
 
     return jax.tree_util.tree_map_with_path(spec, params)
 
@@ -159,8 +160,8 @@ def arrangement(mesh: Mapping[str, int], whole_experts: bool) -> Parallel:
     return Parallel(data, model, "data_model" if data > 1 else "model")
 
 
-def mesh_faults(config: ModelConfig, parallel: Parallel) -> list[str]:
-    """Every reason why a model cannot be cut over a mesh (runtime specification, "Divisibility")."""
+def mesh_faults(config: ModelConfig, parallel: Parallel, *, drafts: bool = False) -> list[str]:
+    """Every reason why a model, and its draft, cannot be cut over a mesh (runtime specification, "Divisibility")."""
     text, model = config.text, parallel.model
     faults = []
     for axis, size in ((DATA, parallel.data), (MODEL, model)):
@@ -189,20 +190,19 @@ def mesh_faults(config: ModelConfig, parallel: Parallel) -> list[str]:
                 f"tensor parallel size {model} cuts {name} {size} into parts of {size // model}: "
                 f"that goes through a quantization block of {BLOCK}"
             )
-    if text.n_routed_experts % parallel.expert_shards:
-        faults.append(
-            f"expert parallel size {parallel.expert_shards} does not divide n_routed_experts {text.n_routed_experts}"
-        )
+    for name in ("n_routed_experts", *(("dspark_n_routed_experts",) if drafts else ())):
+        if getattr(text, name) % parallel.expert_shards:
+            faults.append(f"expert parallel size {parallel.expert_shards} does not divide {name} {getattr(text, name)}")
     return faults
 
 
-def check_mesh(config: ModelConfig, parallel: Parallel) -> None:
-    """Refuses a mesh that does not fit a model.
+def check_mesh(config: ModelConfig, parallel: Parallel, *, drafts: bool = False) -> None:
+    """Refuses a mesh that does not fit a model, or its draft.
 
     Raises:
       MeshError: with every fault of `mesh_faults`.
     """
-    faults = mesh_faults(config, parallel)
+    faults = mesh_faults(config, parallel, drafts=drafts)
     if faults:
         raise MeshError(faults)
 

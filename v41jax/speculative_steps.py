@@ -106,10 +106,25 @@ def verify_step(
       scored: scalar bool, log-probabilities are wanted.
       setup: static.
     """
-    width = setup.geometry.speculative_tokens + 1
     pools, output = forward(params, pools, batch, engram_rows, setup=setup, phase="decode", advance=False)
     # Rejected rows get context keys too: like the backbone's rows they are never visible.
     pools = write_draft_context(draft, pools, output.taps, batch.slots, setup=setup)
+    return accept_and_commit(pools, adjustments, batch, output, sampling, edits, scored, setup=setup)
+
+
+def accept_and_commit(
+    pools: Pools,
+    adjustments: Array,
+    batch: BatchStep,
+    output: ForwardOutput,
+    sampling: SamplingInputs,
+    edits: LogitEdits,
+    scored: Array,
+    *,
+    setup: ModelSetup,
+) -> tuple[Pools, Array, VerifyOutput]:
+    """What a verify step does after its forward; arguments and results as of `verify_step`."""
+    width = setup.geometry.speculative_tokens + 1
     logits = edit_rows(output.logits, adjustments, edits, batch, width)
     logits = logits.at[:, setup.config.image_token_id].set(-jnp.inf)
     verified, choices = verify(logits, batch, sampling, width)

@@ -23,6 +23,7 @@ COPIES_PER_CALL = 4
 
 
 Held = TypeVar("Held", Pools, "Images")
+Pair = tuple[int, int]
 
 
 class Images(NamedTuple):
@@ -52,7 +53,8 @@ def _copy(source: Array, sources: Array, target: Array, destinations: Array, axi
     return store_rows(target, (*whole, destinations), load_rows(source, (*whole, sources)))
 
 
-def _relocate(pools: Pools, sources: Array, destinations: Array) -> Pools:
+def relocate_slots(pools: Pools, sources: Array, destinations: Array) -> Pools:
+    """Copies slots [n] to slots [n]; a destination past the last slot writes nothing."""
     return pools.replace(
         window=_copy(pools.window, sources, pools.window, destinations, 1),
         tail_kv=_copy(pools.tail_kv, sources, pools.tail_kv, destinations, 1),
@@ -62,14 +64,16 @@ def _relocate(pools: Pools, sources: Array, destinations: Array) -> Pools:
     )
 
 
-def _store(images: Images, pools: Pools, slots: Array, image_ids: Array) -> Images:
+def store_images(images: Images, pools: Pools, slots: Array, image_ids: Array) -> Images:
+    """Copies slots [n] to images [n]; a destination past the last image writes nothing."""
     return Images(
         window=_copy(pools.window, slots, images.window, image_ids, 1),
         cursor=_copy(pools.cursor, slots, images.cursor, image_ids, 0),
     )
 
 
-def _restore(pools: Pools, images: Images, image_ids: Array, slots: Array) -> Pools:
+def restore_images(pools: Pools, images: Images, image_ids: Array, slots: Array) -> Pools:
+    """Copies images [n] to slots [n]; a destination past the last slot writes nothing."""
     return pools.replace(
         window=_copy(images.window, image_ids, pools.window, slots, 1),
         cursor=_copy(images.cursor, image_ids, pools.cursor, slots, 0),
@@ -77,12 +81,17 @@ def _restore(pools: Pools, images: Images, image_ids: Array, slots: Array) -> Po
 
 
 class StateCopies:
-    """The three compiled copy programs of one runner; each donates what it rewrites."""
+    """The three compiled copy programs of one runner; each donates what it rewrites.
+
+    Ids count over all data shards; a copy never leaves its shard.
+    """
+
+    shards = 1
 
     def __init__(self) -> None:
-        self._relocate = jax.jit(_relocate, donate_argnums=0)
-        self._store = jax.jit(_store, donate_argnums=0)
-        self._restore = jax.jit(_restore, donate_argnums=0)
+        self._relocate = jax.jit(relocate_slots, donate_argnums=0)
+        self._store = jax.jit(store_images, donate_argnums=0)
+        self._restore = jax.jit(restore_images, donate_argnums=0)
 
     def relocate(self, pools: Pools, moves: Sequence[tuple[int, int]]) -> Pools:
         """Moves slots (source, destination); swaps and chains are legal.
@@ -92,30 +101,44 @@ class StateCopies:
         """
         if not moves:
             return pools
-        width = -(-len(moves) // COPIES_PER_CALL) * COPIES_PER_CALL
-        sources, destinations = _padded(moves, width, pools.cursor.shape[0])
-        return self._relocate(pools, sources, destinations)
+        slots = pools.cursor.shape[0] // self.shards
+        by_shard = self._by_shard(moves, slots, slots)
+        width = -(-max(map(len, by_shard)) // COPIES_PER_CALL) * COPIES_PER_CALL
+        return self._relocate(pools, *_padded(by_shard, width, slots))
 
     def store(self, images: Images, pools: Pools, copies: Sequence[tuple[int, int]]) -> Images:
         """Writes slots into images: (slot, image) pairs."""
-        return _in_calls(lambda held, a, b: self._store(held, pools, a, b), images, copies, images.cursor.shape[0])
+        slots, count = pools.cursor.shape[0] // self.shards, images.cursor.shape[0] // self.shards
+        by_shard = self._by_shard(copies, slots, count)
+        return _in_calls(lambda held, a, b: self._store(held, pools, a, b), images, by_shard, count)
 
     def restore(self, pools: Pools, images: Images, copies: Sequence[tuple[int, int]]) -> Pools:
         """Writes images into slots: (image, slot) pairs; one image may fill several slots."""
-        return _in_calls(lambda held, a, b: self._restore(held, images, a, b), pools, copies, pools.cursor.shape[0])
+        slots, count = pools.cursor.shape[0] // self.shards, images.cursor.shape[0] // self.shards
+        by_shard = self._by_shard(copies, count, slots)
+        return _in_calls(lambda held, a, b: self._restore(held, images, a, b), pools, by_shard, slots)
+
+    def _by_shard(self, pairs: Sequence[tuple[int, int]], sources: int, destinations: int) -> list[list[Pair]]:
+        """Pairs of each shard with ids inside it; a shard has so many sources and destinations."""
+        found: list[list[Pair]] = [[] for _ in range(self.shards)]
+        for source, destination in pairs:
+            found[destination // destinations].append((source % sources, destination % destinations))
+        return found
 
 
-def _padded(pairs: Sequence[tuple[int, int]], width: int, dropped: int) -> tuple[np.ndarray, np.ndarray]:
-    sources = np.zeros(width, np.int32)
-    destinations = np.full(width, dropped, np.int32)
-    for index, (source, destination) in enumerate(pairs):
-        sources[index], destinations[index] = source, destination
-    return sources, destinations
+def _padded(by_shard: Sequence[Sequence[Pair]], width: int, dropped: int) -> tuple[np.ndarray, np.ndarray]:
+    sources = np.zeros((len(by_shard), width), np.int32)
+    destinations = np.full((len(by_shard), width), dropped, np.int32)
+    for shard, pairs in enumerate(by_shard):
+        for index, (source, destination) in enumerate(pairs):
+            sources[shard, index], destinations[shard, index] = source, destination
+    return sources.reshape(-1), destinations.reshape(-1)
 
 
 def _in_calls(
-    copy: Callable[[Held, np.ndarray, np.ndarray], Held], held: Held, pairs: Sequence[tuple[int, int]], dropped: int
+    copy: Callable[[Held, np.ndarray, np.ndarray], Held], held: Held, by_shard: Sequence[Sequence[Pair]], dropped: int
 ) -> Held:
-    for start in range(0, len(pairs), COPIES_PER_CALL):
-        held = copy(held, *_padded(pairs[start : start + COPIES_PER_CALL], COPIES_PER_CALL, dropped))
+    for start in range(0, max(map(len, by_shard)), COPIES_PER_CALL):
+        part = [pairs[start : start + COPIES_PER_CALL] for pairs in by_shard]
+        held = copy(held, *_padded(part, COPIES_PER_CALL, dropped))
     return held

@@ -69,7 +69,7 @@ def row_sampling(sampling: SamplingInputs, batch: BatchStep) -> SamplingInputs:
     """
     request = jnp.maximum(batch.batch_ids, 0)
     rows = jax.tree.map(lambda leaf: leaf[request], sampling)
-    offset = jnp.arange(request.shape[0], dtype=jnp.int32) - batch.cu_seqlens[request]
+    offset = jnp.arange(request.shape[0], dtype=jnp.int32) - request_spans(batch)[0][request]
     return rows._replace(
         temperature=jnp.where(batch.batch_ids >= 0, rows.temperature, 0),
         positions=rows.positions + offset,
@@ -112,7 +112,7 @@ def edit_rows(logits: Array, adjustments: Array, edits: LogitEdits, batch: Batch
     count = logits.shape[0]
     request = jnp.maximum(batch.batch_ids, 0)
     row = jnp.arange(count, dtype=jnp.int32)
-    first = batch.cu_seqlens[request]
+    first = request_spans(batch)[0][request]
     adjusted = (edits.slots < slots) & (batch.batch_ids >= 0)
 
     def adjust() -> Array:
@@ -229,6 +229,17 @@ def check_committed(committed: ArrayLike, lengths: ArrayLike) -> None:
 
 def _rows(batch: BatchStep, width: int) -> tuple[Array, Array]:
     """Batch rows of each request, [R, width] clamped, and which of them exist."""
-    first, end = batch.cu_seqlens[:-1, None], batch.cu_seqlens[1:, None]
-    rows = first + jnp.arange(width, dtype=jnp.int32)
-    return jnp.minimum(rows, batch.positions.shape[0] - 1), rows < end
+    first, end = request_spans(batch)
+    rows = first[:, None] + jnp.arange(width, dtype=jnp.int32)
+    return jnp.minimum(rows, batch.positions.shape[0] - 1), rows < end[:, None]
+
+
+def request_spans(batch: BatchStep) -> tuple[Array, Array]:
+    """First row of each request and one past its last, [R] int32 each.
+
+    In the whole step of several data shards (`mesh_forward.whole_step`) every shard has an offset more than it has
+    requests.
+    """
+    shards = batch.cu_seqlens.shape[0] - batch.slots.shape[0]
+    offsets = batch.cu_seqlens.reshape(shards, -1)
+    return offsets[:, :-1].reshape(-1), offsets[:, 1:].reshape(-1)

@@ -215,14 +215,16 @@ class PageTiers:
         """Begins searches for the requests that are next; to be called before every admission pass."""
         for request_id, fetch in list(self._fetches.items()):
             if not fetch.waits:
-                self._forget(request_id)
+                self.forget(request_id)
         for sequence in islice(waiting, LOOK_AHEAD):
             if sequence.request_id not in self._fetches and not self._is_crowded():
                 self._search(sequence, manager, 1)
 
-    def _forget(self, request_id: Any) -> None:
-        self._fetches.pop(request_id).cancelled = True
-        self._turns.pop(request_id, None)
+    def forget(self, request_id: Any) -> None:
+        """Ends the search for a request, if there is one."""
+        if request_id in self._fetches:
+            self._fetches.pop(request_id).cancelled = True
+            self._turns.pop(request_id, None)
 
     def _is_crowded(self) -> bool:
         held = sum(len(fetch.keys) - fetch.first for fetch in self._fetches.values() if not fetch.adopted)
@@ -323,9 +325,14 @@ class PageTiers:
 
     def wait(self, timeout_s: float = IDLE_WAIT_S) -> None:
         """Sleeps until a search ends, at most `timeout_s`; for an engine that has nothing else to do."""
-        if any(not fetch.done for fetch in self._fetches.values()):
+        if self.searches:
             self._progress.wait(timeout_s)
         self._progress.clear()
+
+    @property
+    def searches(self) -> bool:
+        """Some search has not ended."""
+        return any(not fetch.done for fetch in self._fetches.values())
 
     # Reports and the end -------------------------------------------------------------------------------------
 
@@ -338,10 +345,14 @@ class PageTiers:
 
     def close(self) -> None:
         """Ends searches, finishes the writes that were begun, and closes the tiers."""
+        self.stop()
+        self.store.close()
+
+    def stop(self) -> None:
+        """Ends searches and finishes the writes that were begun; the tiers stay open."""
         with self._lock:
             self._closed = True
         for fetch in self._fetches.values():
             fetch.cancelled = True
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._saver.shutdown(wait=True)
-        self.store.close()

@@ -22,7 +22,7 @@ REFUSED = [
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
-    ({"data_parallel_size": 2}, "data parallel size 2"),
+    ({"data_parallel_size": 2}, "data_parallel_size 2"),
     ({"enable_dp_attention": True}, "enable_dp_attention"),
     ({"two_batch_overlap": True}, "two_batch_overlap"),
     ({"kv_transfer_connector": "other"}, "kv_transfer_connector 'other'"),

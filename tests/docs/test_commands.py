@@ -51,6 +51,9 @@ ELSEWHERE = {
     "python -m benchmarks.soak --url http://HOST:8000 --clients 64 --seconds 120 [--greedy]": (
         "tests/server/test_soak.py::test_nothing_is_lost_mixed_or_left_after_many_clients"
     ),
+    "v41jax serve --model DIR --mesh data=4,model=2 --enable-expert-parallel": (
+        "tests/mesh/test_shards.py::test_every_request_gets_what_one_device_gives_it"
+    ),
     "python -m v41jax.notebook_pages": "tests/docs/test_notebooks.py::test_a_notebook_runs_from_top_to_bottom",
     "python -m pytest -q tests/compile_gates/test_index_tpu.py": "tests/compile_gates/test_index_tpu.py",
     "python -m pytest -q tests/compile_gates/test_index_gpu.py": "tests/compile_gates/test_index_gpu.py",

@@ -22,7 +22,7 @@ def test_the_configuration_reference_is_of_the_present_code():
 def test_every_engine_option_is_described():
     described = configuration_page.attributes_of(EngineConfig)
     assert set(described) >= {field.name for field in dataclasses.fields(EngineConfig)}
-    assert described["num_pages"] == "PAGE units of the pool; None sizes it from memory."
+    assert described["num_pages"] == "PAGE units of the pool of every data shard; None sizes it from memory."
 
 
 @pytest.mark.parametrize("page", ARCHITECTURE, ids=[page.stem for page in ARCHITECTURE])

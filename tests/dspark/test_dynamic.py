@@ -65,6 +65,7 @@ def drafted(confidences, generations=(0, 0)):
         request_ids=("a", "b"),
         generations=generations,
     )
+    batch.shards = (batch,)
     drafts.draft(batch, SimpleNamespace(draft_requests=(1, 2, 4)))
     drafts.deliver()
     return scheduler, drafts

@@ -116,7 +116,7 @@ class Driver:
                 assert not self.scheduler.propose(sequence.request_id, sequence.generation - 1, [1]), "a stale draft"
                 assert self.scheduler.propose(sequence.request_id, sequence.generation, tokens)
 
-    def _execute(self, batch):
+    def _execute(self, batch, shape=None):
         if self.poison:
             self._poison(batch)
         images = self.scheduler.manager.images
@@ -134,6 +134,7 @@ class Driver:
             self.compress_ids,
             num_pages=self.num_pages,
             num_slots=self.num_slots,
+            shape=shape,
         )
         assert shape in self._shapes, f"warm-up would not compile {shape}"
         result = self.runner.execute(batch, step, shape)

@@ -250,14 +250,14 @@ def drive(
             break
         if scenario.ragged:
             scheduler.rules = dataclasses.replace(rules, cap=rng.choice((1, 3, 7, 32, rng.randint(1, 70))))
-        _disturb(scenario, scheduler, rng)
+        disturb(scenario, scheduler, rng)
         driver.step()
     else:
         raise AssertionError(f"seed {scenario.seed}: busy after {max_steps} steps: {scheduler.statistics()}")
     if driver.checker:
         driver.checker.drained()
     for request in scenario.requests:
-        _check_outcome(scenario, request, driver.finished[request.request_id], expected)
+        check_outcome(scenario, request, driver.finished[request.request_id], expected)
     return Report(
         finished=driver.finished,
         statistics=scheduler.statistics(),
@@ -266,7 +266,8 @@ def drive(
     )
 
 
-def _disturb(scenario: Scenario, scheduler: Scheduler, rng: random.Random) -> None:
+def disturb(scenario: Scenario, scheduler: Scheduler, rng: random.Random) -> None:
+    """Preempts, relocates and reorders at random."""
     # Bounded, so that a prompt longer than the time between two preemptions still ends.
     if scheduler.running and rng.random() < scenario.preempt and scheduler.counters.preemptions < 40:
         scheduler.preempt(rng.choice(scheduler.running).request_id)
@@ -279,7 +280,8 @@ def _disturb(scenario: Scenario, scheduler: Scheduler, rng: random.Random) -> No
         rng.shuffle(scheduler.running)
 
 
-def _check_outcome(scenario: Scenario, request: Request, result, expected) -> None:
+def check_outcome(scenario: Scenario, request: Request, result, expected) -> None:
+    """A request ended as an uninterrupted run, a cancellation or a refusal ends it, with that run's tokens."""
     what = f"seed {scenario.seed} request {request.request_id}"
     prompt = len(request.prompt)
     if prompt > scenario.config.max_model_len:
