@@ -37,7 +37,9 @@ def test_other_ways_to_store_and_compute_are_no_departure(right, sides, prompt):
 
 
 def test_a_kernel_that_takes_no_float32_is_named(sides, prompt):
-    with pytest.raises(KernelUnsupportedError, match="block_scaled_linear: no Pallas kernel, it computes in bfloat16, not float32"):
+    with pytest.raises(
+        KernelUnsupportedError, match="block_scaled_linear: no Pallas kernel, it computes in bfloat16, not float32"
+    ):
         sides("pallas:quant", FIVE).observe(prompt[:24], until=1)
 
 
