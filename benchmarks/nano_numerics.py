@@ -169,7 +169,7 @@ def mlx(directory: Path, windows: NDArray[np.int32], prefixes: int, batch: int =
     from benchmarks.throughput import load_mlx
 
     names = ("fake_quant_fp8_ue8m0", "fake_quant_fp4_ue8m0", "fake_quant_fp4_e4m3")
-    other = load_mlx(directory, "float32").language_model
+    other = load_mlx(directory).language_model
     last = np.arange(1, prefixes + 1) * windows.shape[1] // prefixes - 1
     for quantized in (True, False):
         if not quantized:

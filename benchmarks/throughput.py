@@ -1,10 +1,11 @@
 """Prefill and decode rates of the engine, and of mlx-vlm on the same checkpoint when it is installed.
 
-    python -m benchmarks.throughput --model DIR [--dtype float32] [--prompt-tokens N] [--new-tokens N] [--batches 1,8]
+    python -m benchmarks.throughput --model DIR [--dtype bfloat16] [--prompt-tokens N] [--new-tokens N] [--batches 1,8]
 
 Prints one JSON line a measurement. Rates are the best of `--repeats` runs after one that compiles; decode counts the
-tokens after the first of every request. `pip install mlx-vlm` adds the comparison: the same prompts, greedy, float32
-weights dequantized from the same bytes, its own cache.
+tokens after the first of every request. `pip install mlx-vlm` adds the comparison: the same prompts, greedy, weights
+dequantized from the same bytes, its own cache. It always runs in float32, the only type in which its CPU backend
+multiplies experts.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ def mlx_rates(model: Any, prompts: np.ndarray, new_tokens: int) -> Rates:
     return Rates(prompts.size / (first - began), len(prompts) * (new_tokens - 1) / (last - first))
 
 
-def load_mlx(directory: Path, dtype: str) -> Any:
-    """The checkpoint through mlx-vlm, on the CPU, every weight widened to `dtype` as the engine's are."""
+def load_mlx(directory: Path) -> Any:
+    """The checkpoint through mlx-vlm, on the CPU, every weight widened to float32."""
     import mlx.core as mx
     from mlx_vlm.utils import load_model
 
     mx.set_default_device(mx.cpu)
     model = load_model(directory)
-    model.set_dtype({"float32": mx.float32, "bfloat16": mx.bfloat16}[dtype])
+    model.set_dtype(mx.float32)
     return model
 
 
@@ -112,7 +113,7 @@ def main() -> None:
     with Engine.from_checkpoint(arguments.model, config, warm_up=False) as engine:
         model_config = engine.core.runner.setup.config
 
-        def report(system: str, batch: int, measure: Any) -> None:
+        def report(system: str, dtype: str, batch: int, measure: Any) -> None:
             runs = [
                 measure(prompts_of(model_config, batch, arguments.prompt_tokens, seed))
                 for seed in range(arguments.repeats + 1)
@@ -123,7 +124,7 @@ def main() -> None:
                 "batch": batch,
                 "prompt_tokens": arguments.prompt_tokens,
                 "new_tokens": arguments.new_tokens,
-                "dtype": arguments.dtype,
+                "dtype": dtype,
                 "prefill_tokens_per_s": round(max(run.prefill for run in runs), 1),
                 "decode_tokens_per_s": round(max(run.decode for run in runs), 2),
                 **header,
@@ -131,13 +132,15 @@ def main() -> None:
             print(json.dumps(record), flush=True)
 
         for batch in batches:
-            report("v41jax", batch, lambda prompts: engine_rates(engine, prompts, arguments.new_tokens))
+            report(
+                "v41jax", arguments.dtype, batch, lambda prompts: engine_rates(engine, prompts, arguments.new_tokens)
+            )
         if arguments.skip_mlx or importlib.util.find_spec("mlx_vlm") is None:
             return
-        model = load_mlx(arguments.model, arguments.dtype)
+        model = load_mlx(arguments.model)
         name = f"mlx-vlm {importlib.metadata.version('mlx-vlm')}"
         for batch in batches:
-            report(name, batch, lambda prompts: mlx_rates(model, prompts, arguments.new_tokens))
+            report(name, "float32", batch, lambda prompts: mlx_rates(model, prompts, arguments.new_tokens))
 
 
 if __name__ == "__main__":

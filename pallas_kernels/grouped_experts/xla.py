@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arithmetic import decode_expert_halves, even_odd, fake_q8
+from pallas_kernels.backend import slow_alone
 from pallas_kernels.grouped_experts.types import ExpertWeights
 from pallas_kernels.rounding import round_to
 
@@ -69,7 +70,7 @@ def grouped_experts(
     sizes = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
     starts = jnp.cumsum(sizes) - sizes
 
-    tile = row_tile(pairs, experts // layers)
+    tile = max(row_tile(pairs, experts // layers), 2 if slow_alone(dtype) else 1)
     tiles_until = jnp.cumsum(-(-sizes // tile))
     # Sorted operands, padded by a tile: a block's spare rows are the next expert's, which a later block overwrites.
     padded = jnp.concatenate([order, jnp.zeros(tile, jnp.int32)])

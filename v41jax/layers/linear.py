@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backend import slow_alone
 from pallas_kernels.block_scaled_linear import block_scaled_linear
 from pallas_kernels.rounding import round_to
 from v41jax.precision import Precision
@@ -47,6 +48,10 @@ def product(x: Array, weight: Array) -> Array:
     """
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     if x.dtype == jnp.bfloat16 and weight.dtype == jnp.bfloat16:
+        if x.size == x.shape[-1] and slow_alone(x.dtype):
+            # Behind a barrier, or the two equal rows would be simplified to one again.
+            twice = lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (2, x.size)))
+            return product(twice, weight)[0].reshape(*x.shape[:-1], -1)
         return lax.dot_general(x, weight, dimensions, preferred_element_type=jnp.float32)
     return lax.dot_general(
         x.astype(jnp.float32),
