@@ -217,8 +217,8 @@ class Lifecycle:
         """Moves a waiting request, which holds no memory, to the end of another scheduler's queue."""
         self.waiting.remove(sequence)
         del self._sequences[sequence.request_id]
-        if self.tiers is not None:
-            self.tiers.forget(sequence.request_id)
+        if self.tiers is not None and other.tiers is not None:
+            self.tiers.hand_over(sequence.request_id, other.tiers)
         other._sequences[sequence.request_id] = sequence
         other.waiting.append(sequence)
 
@@ -500,6 +500,8 @@ class Lifecycle:
             self.waiting.remove(sequence)
             del self._sequences[sequence.request_id]
             sequence.status = SequenceStatus.FINISHED
+            if self.tiers is not None:  # nothing else may ever wait here and end the search
+                self.tiers.forget(sequence.request_id)
         self._outputs.append(make_output(sequence, reason=reason))
 
     def _release(self, sequence: Sequence) -> None:

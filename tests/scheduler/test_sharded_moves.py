@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 
-from scheduler.sequence import SequenceStatus
+from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.tiers.host import HostTier
+from scheduler.tiers.page_tiers import PageTiers
+from scheduler.tiers.sharded import ShardedTiers
+from scheduler.tiers.store import TierStore
 from tests.helpers.stub_engine import COPY, PAGE, greedy, prompt
 from tests.helpers.stub_runner import expected_tokens
+from tests.helpers.tiered import IDENTITY, LateExecutor, StubMemory
 from tests.scheduler.test_sharded import make
 
 
@@ -56,3 +63,37 @@ def test_a_request_whose_image_takes_its_own_pages_goes_where_it_fits():
     assert driver.homes["turn"] == 1, "its own image leaves too few pages beside the long request"
     driver.run()
     assert list(driver.finished["turn"].tokens) == expected_tokens(turn, (), 2)
+
+
+def test_a_search_that_goes_on_elsewhere_keeps_its_deadline():
+    now = [0.0]
+    never = LateExecutor(random.Random(0), 0.0)
+    driver = make(2)
+    memories = [StubMemory(shard.runner) for shard in driver.shards]
+    store = TierStore([HostTier(1 << 20)], memories[0].layout.unit_bytes)
+    links = [
+        PageTiers(
+            store,
+            memory.layout,
+            IDENTITY,
+            memory,
+            block_size=PAGE,
+            timeout_s=5.0,
+            loaders=never,
+            saver=never,
+            clock=lambda: now[0],
+        )
+        for memory in memories
+    ]
+    driver.scheduler.attach(ShardedTiers(links))
+    sequence = Sequence("held back", prompt(3 * PAGE), greedy(2))
+    home, other = driver.scheduler.shards
+    home.add(sequence)
+    assert home.plan_prefill_step() is None and links[0].searches
+    now[0] = 3.0
+    home.hand_over(sequence, other)
+    assert other.plan_prefill_step() is None and links[1].searches and not links[0].searches
+    now[0] = 5.0
+    batch = other.plan_prefill_step()
+    assert batch is not None and batch.request_ids == ("held back",)
+    assert links[1].counters.timeouts == 1
