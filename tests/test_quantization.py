@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -247,6 +247,8 @@ def test_index_twins_agree_on_every_bfloat16_maximum(name):
         ["fake_q8", "fake_q4m", "fake_q4n", "quantize_q8", "quantize_q4m", "quantize_q4n", "encode_e2m1", "encode_e4m3"]
     ),
 )
+@example(np.full((2, 32), 0x7F800000, np.uint32), "fake_q8")
+@example(np.array([[0xFF800000, *range(31)], [0x7F800000, *range(0x7F000000, 0x7F00001F)]], np.uint32), "fake_q8")
 def test_twins_agree_on_any_float32(bits, name):
     x = bits.view(np.float32)
     assert_same_bits(call(quantization, name, x), call(quantization_numpy, name, x))

@@ -206,8 +206,11 @@ def fake_q8(x: Array) -> Array:
     blocks = _blocks(x, BLOCK)
     peak = _block_maximum(blocks, 1e-4)[..., None] * RECIPROCAL_448
     scale_bits = jnp.minimum((_bits(peak) + 0x007FFFFF) & 0x7F800000, 0x7F000000)
-    # Halved first: the reciprocal of 2^127, the scale of an infinite block, would be a subnormal.
-    scaled = jnp.clip(0.5 * blocks * _from_bits(0x7F800000 - scale_bits), -E4M3_MAX, E4M3_MAX)
+    # The reciprocal of 2^127, the scale of an infinite block, would be a subnormal: such a block is halved apart, by a
+    # factor that is no constant, or a compiler would halve the reciprocal instead.
+    reciprocal = _from_bits(jnp.maximum(0x7F000000 - scale_bits, 0x00800000))
+    scaled = blocks * reciprocal * jnp.where(scale_bits == 0x7F000000, 0.5, 1.0)
+    scaled = jnp.clip(scaled, -E4M3_MAX, E4M3_MAX)
     normal = lax.reduce_precision(scaled, exponent_bits=8, mantissa_bits=3)
     # Below 2^-6 the grid is 2^-9. (Adding and subtracting 2^14 would round as well, but compilers cancel it.)
     small = lax.round(scaled * 2.0**9, lax.RoundingMethod.TO_NEAREST_EVEN) * 2.0**-9
