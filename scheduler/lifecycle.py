@@ -181,24 +181,44 @@ class Lifecycle:
         return self.manager.available_pages() + shared - wanted
 
     def first_held_up(self) -> Sequence | None:
-        """The first waiting request for which there is no place or are no pages after those before it."""
+        """The first waiting request for which there is no place or are no pages after those before it.
+
+        Pages in use that it shares count as its own. They are looked for only once pages are short without them.
+        """
         if not self.waiting:
             return None
         places = self.free_places + len(self.waiting)
         pages = self.manager.available_pages()
-        for sequence in itertools.islice(self.waiting, places + 1):
-            places -= 1
-            pages -= self.geometry.pages_for(sequence.num_finalized_tokens)
-            if places < 0 or pages < 0:
+        images = self.manager.images
+        margin = 0 if images is None else images.checkpoint.units  # an image that is restored stays
+        looks = False
+        for index, sequence in enumerate(itertools.islice(self.waiting, places + 1)):
+            if index == places:
                 return sequence
+            pages -= self.geometry.pages_for(sequence.num_finalized_tokens)
+            if not looks and pages < margin:
+                looks = True
+                pages += sum(self._shared_pages(other)[0] for other in itertools.islice(self.waiting, index))
+            if looks:
+                shared, kept = self._shared_pages(sequence)
+                pages += shared
+                if pages < kept:
+                    return sequence
         return None
+
+    def _shared_pages(self, sequence: Sequence) -> tuple[int, int]:
+        """(pages in use that a waiting request would share, pages of evictable images that it would restore from)."""
+        manager = self.manager
+        hit = manager.find_hit(sequence, sequence.num_finalized_tokens)
+        kept = manager.available_pages() - manager.available_pages(hit.image_hash)
+        return sum(1 for page in hit.pages if manager.pool.refs[page]), kept
 
     def hand_over(self, sequence: Sequence, other: Lifecycle) -> None:
         """Moves a waiting request, which holds no memory, to the end of another scheduler's queue."""
         self.waiting.remove(sequence)
         del self._sequences[sequence.request_id]
-        if self.tiers is not None:
-            self.tiers.forget(sequence.request_id)
+        if self.tiers is not None and other.tiers is not None:
+            self.tiers.hand_over(sequence.request_id, other.tiers)
         other._sequences[sequence.request_id] = sequence
         other.waiting.append(sequence)
 
@@ -480,6 +500,8 @@ class Lifecycle:
             self.waiting.remove(sequence)
             del self._sequences[sequence.request_id]
             sequence.status = SequenceStatus.FINISHED
+            if self.tiers is not None:  # nothing else may ever wait here and end the search
+                self.tiers.forget(sequence.request_id)
         self._outputs.append(make_output(sequence, reason=reason))
 
     def _release(self, sequence: Sequence) -> None:

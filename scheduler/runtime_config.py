@@ -412,6 +412,10 @@ def _execution_faults(config: EngineConfig) -> list[str]:
         faults.append(f"compile_level {config.compile_level} is unknown: use 0 or 3")
     elif config.compile_level == 3 and config.execution_mode == "PIECEWISE" and not config.enforce_eager:
         faults.append("execution_mode 'PIECEWISE' needs compile_level 0: level 3 pairs with whole-step or eager only")
+    chips = math.prod(config.mesh.values())
+    if (chips > 1 or config.num_processes > 1) and (config.enforce_eager or config.execution_mode == "PIECEWISE"):
+        name = "enforce_eager" if config.enforce_eager else "execution_mode 'PIECEWISE'"
+        faults.append(f"{name} runs on one device, the mesh has {chips}: use execution_mode 'FULL'")
     if config.dtype not in ("bfloat16", "float32"):
         faults.append(f"dtype {config.dtype!r} is unknown: use 'bfloat16' or 'float32'")
     if config.vision not in ("auto", "on", "off"):

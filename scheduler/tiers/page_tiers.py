@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,6 +139,7 @@ class PageTiers:
         self._clock = clock
         self._fetches: dict[Any, Fetch] = {}
         self._turns: dict[Any, float] = {}  # request -> when it was first held back
+        self._limits: dict[Any, float] = {}  # request from another shard -> its deadline there
         self._progress = threading.Event()
         self._lock = threading.Lock()
         self._saving = 0
@@ -216,15 +218,27 @@ class PageTiers:
         for request_id, fetch in list(self._fetches.items()):
             if not fetch.waits:
                 self.forget(request_id)
+        if self._limits:
+            names = {sequence.request_id for sequence in waiting}
+            self._limits = {name: limit for name, limit in self._limits.items() if name in names}
         for sequence in islice(waiting, LOOK_AHEAD):
             if sequence.request_id not in self._fetches and not self._is_crowded():
                 self._search(sequence, manager, 1)
 
     def forget(self, request_id: Any) -> None:
         """Ends the search for a request, if there is one."""
+        self._limits.pop(request_id, None)
         if request_id in self._fetches:
             self._fetches.pop(request_id).cancelled = True
             self._turns.pop(request_id, None)
+
+    def hand_over(self, request_id: Any, other: PageTiers) -> None:
+        """A waiting request goes to another data shard, which may search for it but not hold it back any longer."""
+        fetch = self._fetches.get(request_id)
+        limit = self._limits.get(request_id) if fetch is None else fetch.deadline
+        if limit is not None:
+            other._limits[request_id] = limit
+        self.forget(request_id)
 
     def _is_crowded(self) -> bool:
         held = sum(len(fetch.keys) - fetch.first for fetch in self._fetches.values() if not fetch.adopted)
@@ -242,7 +256,7 @@ class PageTiers:
             page_keys(self._namespace, sequence, blocks, self._block),
             first=found,
             floor=floor,
-            deadline=self._clock() + self._timeout_s,
+            deadline=min(self._clock() + self._timeout_s, self._limits.pop(sequence.request_id, math.inf)),
             number=number,
         )
         self._fetches[sequence.request_id] = fetch

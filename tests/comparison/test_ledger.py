@@ -107,6 +107,16 @@ def test_faults_of_a_budgets_file_are_reported_together(tmp_path):
         assert part in faults
 
 
+def test_limits_of_what_a_row_does_not_measure_are_refused(tmp_path):
+    path = tmp_path / "b.toml"
+    path.write_text('[xla]\nreason = "x"\ntokens_differing = 0\n[drafts]\nreason = "x"\nkl_mean = 1.0\ntop1 = 1.0\n')
+    with pytest.raises(BudgetError) as error:
+        read_ledger_budgets(path)
+    xla, drafts = error.value.faults
+    assert "[xla] tokens_differing cannot be judged: the row measures logits" in xla
+    assert "[drafts] kl_mean, top1 cannot be judged: the row measures tokens" in drafts
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -97,6 +97,11 @@ def test_accepted_options(options):
         ({"state_checkpoint_interval_tokens": -2}, "state_checkpoint_interval_tokens -2"),
         ({"state_checkpoint_interval_tokens": 100}, "state_checkpoint_interval_tokens 100"),
         ({"num_pages": 0}, "num_pages 0"),
+        ({"mesh": {"data": 2}, "enforce_eager": True}, "enforce_eager runs on one device, the mesh has 2"),
+        (
+            {"mesh": {"model": 4}, "execution_mode": "PIECEWISE", "compile_level": 0},
+            "execution_mode 'PIECEWISE' runs on one device, the mesh has 4",
+        ),
         ({"host_cache_bytes": -1}, "host_cache_bytes -1"),
         ({"disk_cache_dir": "pages", "disk_cache_bytes": 0}, "disk_cache_bytes 0"),
         ({"shared_cache_url": "store:6379"}, "shared_cache_url must begin with"),

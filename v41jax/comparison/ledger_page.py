@@ -24,7 +24,7 @@ from rich.markdown import Markdown
 from rich.progress import Progress
 
 from v41jax.comparison.budgets import BudgetError, Budgets, budgets_of, past
-from v41jax.comparison.ledger import BY_KEY, ENTRIES, Measured, measure
+from v41jax.comparison.ledger import BY_KEY, DRAFTS, ENTRIES, Measured, measure
 from v41jax.provenance import provenance
 
 BEGIN, END = "<!-- ledger: begin -->", "<!-- ledger: end -->"
@@ -68,6 +68,13 @@ def read_ledger_budgets(path: Path) -> dict[str, RowBudget]:
             faults.append(f"{path}: [{key}] has no reason")
         if differing is not None and (isinstance(differing, bool) or not isinstance(differing, int)):
             faults.append(f"{path}: [{key}] tokens_differing is {differing!r}, must be a whole number")
+        counts = BY_KEY[key].right == DRAFTS
+        idle = sorted(limits) if counts else [] if differing is None else ["tokens_differing"]
+        if idle:
+            faults.append(
+                f"{path}: [{key}] {', '.join(idle)} cannot be judged: the row measures "
+                + ("tokens" if counts else "logits")
+            )
         try:
             result[key] = RowBudget(str(reason), budgets_of({"end": limits}, f"{path} [{key}]"), differing)
         except BudgetError as error:

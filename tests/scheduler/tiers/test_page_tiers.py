@@ -260,3 +260,17 @@ def test_links_use_threads_by_default():
     assert not isinstance(tiers._loaders, InlineExecutor)
     tiers.wait()
     tiers.close()
+
+
+@pytest.mark.parametrize("end", ["abort", "fail"])
+def test_the_search_for_a_request_that_ends_ends_with_it(end):
+    driver = tiered([HostTier(PLENTY)], loaders=LateExecutor(random.Random(0), 0.0))
+    driver.add(0, prompt(3 * PAGE), greedy(2))
+    driver.step()
+    assert driver.tiers.searches
+    if end == "abort":
+        driver.scheduler.abort(0)
+        driver.run()
+    else:
+        driver.scheduler.fail_all("lost")
+    assert not driver.tiers.searches
