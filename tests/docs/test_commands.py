@@ -104,6 +104,10 @@ SMALLER = {
     ),
     "v41jax bench serve": (*LOADED, "--requests", "2", "--turns", "2", "--rate", "0", "--pause", "0"),
     "v41jax compare": ("--lengths", "12"),
+    "v41jax plan": (
+        *("--preset", "pico", "--kernels", "xla", "--kv-cache-block-size", "32", "--max-num-batched-tokens", "128"),
+        *("--max-num-seqs", "8", "--max-model-len", "1024", "--context", "256", "--num-pages", "64", "--steps", "decode"),
+    ),
 }
 """First words of a command -> options that make it cheap."""
 
@@ -148,6 +152,8 @@ def place(tmp_path_factory):
                 "SHALLOW": str(path / "shallow"),
                 "SMALL": str(servers.write_checkpoint(path / "small", ("text",))),
                 "data=1,model=8": "data=1,model=2",
+                "data=8,model=8": "data=2,model=2",
+                "v5p:4x4x4": "v5e:2x2",
                 "NANO": str(ROOT / "checkpoints" / "nano"),
                 "checkpoints/nano": str(ROOT / "checkpoints" / "nano"),
                 "/tmp/tiny": str(path / "tiny"),
