@@ -106,7 +106,18 @@ SMALLER = {
     "v41jax compare": ("--lengths", "12"),
     "v41jax plan": (
         *("--preset", "pico", "--kernels", "xla", "--kv-cache-block-size", "32", "--max-num-batched-tokens", "128"),
-        *("--max-num-seqs", "8", "--max-model-len", "1024", "--context", "256", "--num-pages", "64", "--steps", "decode"),
+        *(
+            "--max-num-seqs",
+            "8",
+            "--max-model-len",
+            "1024",
+            "--context",
+            "256",
+            "--num-pages",
+            "64",
+            "--steps",
+            "decode",
+        ),
     ),
 }
 """First words of a command -> options that make it cheap."""
