@@ -17,7 +17,6 @@ from pallas_kernels.stream_mixes.vectors import coefficients
 from v41jax.config import TextConfig
 from v41jax.layers import hyper_connections
 from v41jax.layers.hyper_connections import Mixes, MixWeights
-from v41jax.layers.linear import product
 
 Array = jax.Array
 
@@ -30,11 +29,9 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig) -> Mixes:
     target = backend.current_target()
     if target.route != "triton" or target.interpret:
         return hyper_connections.mixes(streams, weights, text, "xla")
-    rows, count, _ = streams.shape
-    flat = streams.reshape(rows, -1)
-    norm = jax.lax.rsqrt(jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps)
-    parts = jnp.repeat(weights.scale, jnp.array([count, count, count**2]), total_repeat_length=2 * count + count**2)
-    logits = product(flat, weights.fn) * norm * parts + weights.base
+    count = streams.shape[1]
+    scale = jnp.repeat(weights.scale, jnp.array([count, count, count**2]), total_repeat_length=2 * count + count**2)
+    logits = hyper_connections.projections(streams, weights, text) * scale + weights.base
     return Mixes(*normalized(logits, count, text.hc_sinkhorn_iters, text.hc_eps))
 
 

@@ -34,7 +34,7 @@ from v41jax.runner import (
     temporary_bytes,
 )
 from v41jax.sampling import SamplingInputs
-from v41jax.speculative_steps import context_step, draft_step, verify_step
+from v41jax.speculative_steps import VerifyOutput, context_step, draft_step, verify_step
 
 Array = jax.Array
 
@@ -85,11 +85,12 @@ def serve_verify(
     pools, adjustments, output = verify_step(
         *weights, pools, adjustments, batch, engram_rows, sampling.inputs, sampling.edits, sampling.scored, setup=setup
     )
-    return (
-        pools,
-        adjustments,
-        StepOutput(output.verified.tokens, output.logits, output.cursor_mismatch, output.scores, None),
-    )
+    return pools, adjustments, verified_output(output)
+
+
+def verified_output(output: VerifyOutput) -> StepOutput:
+    """What a runner returns of a verification."""
+    return StepOutput(output.verified.tokens, output.logits, output.cursor_mismatch, output.scores, None)
 
 
 def serve_draft(

@@ -18,14 +18,14 @@ from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
 from v41jax.draft_parameters import DraftParameters, draft_leaves
-from v41jax.draft_runner import DraftingWeights, DraftRunner
+from v41jax.draft_runner import DraftingWeights, DraftRunner, verified_output
 from v41jax.dspark import DraftBlock, DraftRequests, committed_requests, draft_hidden, propose
 from v41jax.layers.collectives import DATA, Parallel
 from v41jax.mesh_forward import mesh_forward, whole_step
-from v41jax.mesh_runner import MeshRunner, jit_on_mesh
+from v41jax.mesh_runner import MeshRunner, jit_on_mesh, mesh_serve_step
 from v41jax.model import ModelSetup
 from v41jax.parameters import Parameters, TensorSource, WeightForm, describe_checkpoint, load_leaves
-from v41jax.runner import StepOutput, StepSampling, choose_tokens
+from v41jax.runner import StepOutput, StepSampling
 from v41jax.sampling import SamplingInputs
 from v41jax.sharding import pool_specs, shardings, weight_specs
 from v41jax.speculative_steps import accept_and_commit
@@ -34,32 +34,10 @@ Array = jax.Array
 
 
 def mesh_serve_prefill(
-    weights: DraftingWeights,
-    pools: Pools,
-    adjustments: Array,
-    batch: BatchStep,
-    engram_rows: EngramRows,
-    sampling: StepSampling,
-    image_embeddings: Array | None = None,
-    *,
-    mesh: Mesh,
-    setup: ModelSetup,
+    weights: DraftingWeights, *arguments: Any, mesh: Mesh, setup: ModelSetup
 ) -> tuple[Pools, Array, StepOutput]:
     """`draft_runner.serve_prefill` on a mesh; arguments as of `mesh_serve_step`."""
-    pools, output = mesh_forward(
-        weights.target,
-        pools,
-        batch,
-        engram_rows,
-        mesh=mesh,
-        setup=setup,
-        phase="prefill",
-        image_embeddings=image_embeddings,
-        keep_flow=sampling.targets is not None,
-        draft=weights.draft,
-    )
-    whole = whole_step(batch, setup.parallel, pools.last_token.shape[0] // setup.parallel.data)
-    return choose_tokens(weights.target, pools, adjustments, whole, output, sampling, setup=setup)
+    return mesh_serve_step(weights.target, *arguments, mesh=mesh, setup=setup, phase="prefill", draft=weights.draft)
 
 
 def mesh_serve_verify(
@@ -89,11 +67,7 @@ def mesh_serve_verify(
     pools, adjustments, found = accept_and_commit(
         pools, adjustments, whole, output, sampling.inputs, sampling.edits, sampling.scored, setup=setup
     )
-    return (
-        pools,
-        adjustments,
-        StepOutput(found.verified.tokens, found.logits, found.cursor_mismatch, found.scores, None),
-    )
+    return pools, adjustments, verified_output(found)
 
 
 def mesh_serve_draft(

@@ -19,6 +19,7 @@ from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
+from v41jax.draft_parameters import DraftParameters
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.layers.rows import Phase
 from v41jax.mesh_forward import mesh_forward, whole_step
@@ -55,6 +56,7 @@ def mesh_serve_step(
     mesh: Mesh,
     setup: ModelSetup,
     phase: Phase,
+    draft: DraftParameters | None = None,
 ) -> tuple[Pools, Array, StepOutput]:
     """`serve_step` on a mesh.
 
@@ -65,6 +67,7 @@ def mesh_serve_step(
       mesh: of `setup.parallel`.
       setup: static.
       phase: static.
+      draft: weights of a draft that is left its context; None for none.
     """
     pools, output = mesh_forward(
         params,
@@ -76,6 +79,7 @@ def mesh_serve_step(
         phase=phase,
         image_embeddings=image_embeddings,
         keep_flow=sampling.targets is not None,
+        draft=draft,
     )
     whole = whole_step(batch, setup.parallel, pools.last_token.shape[0] // setup.parallel.data)
     return choose_tokens(params, pools, adjustments, whole, output, sampling, setup=setup)

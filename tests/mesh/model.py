@@ -8,7 +8,7 @@ from checkpoints.synthesize import synthesize
 from tests.acceptance.model import acceptance_config
 from v41jax.config import ModelConfig
 
-_TEXT = {
+DIVISIBLE = {
     "num_attention_heads": 8,
     "o_groups": 8,
     "index_n_heads": 8,
@@ -16,11 +16,12 @@ _TEXT = {
     "n_routed_experts": 16,
     "num_experts_per_tok": 3,
 }
+"""Sizes of the text model that eight chips divide."""
 
 
 def mesh_config() -> ModelConfig:
     """The configuration."""
-    return acceptance_config(**_TEXT)
+    return acceptance_config(**DIVISIBLE)
 
 
 def write_checkpoint(path: Path) -> None:

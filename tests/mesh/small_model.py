@@ -6,9 +6,11 @@ from pathlib import Path
 
 from checkpoints.synthesize import synthesize
 from tests.acceptance.model import acceptance_config
+from tests.mesh.model import DIVISIBLE
 from v41jax.config import ModelConfig
 
 _TEXT = {
+    **DIVISIBLE,
     "num_hidden_layers": 4,
     # Window only; owner of ratio 2 with the Engram; owner of ratio 1 and a reuse, which are the decoder.
     "compress_ratios": [0, 2, 1, 1, 0, 0, 0],
@@ -18,12 +20,6 @@ _TEXT = {
     "engram_layer_ids": [1],
     "num_nextn_predict_layers": 3,
     "dspark_target_layer_ids": [0, 2, 3],
-    "num_attention_heads": 8,
-    "o_groups": 8,
-    "index_n_heads": 8,
-    "moe_intermediate_size": 256,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 3,
     "dspark_n_routed_experts": 8,
     "dspark_num_experts_per_tok": 2,
 }

@@ -56,20 +56,24 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -
       text: configuration.
       kernels: implementation of the operation on the projections.
     """
-    rows, count, _ = streams.shape
-    flat = streams.reshape(rows, -1)
-    norm = jax.lax.rsqrt(jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps)
     return Mixes(
         *stream_mixes(
-            product(flat, weights.fn) * norm,
+            projections(streams, weights, text),
             weights.base,
             weights.scale,
-            streams=count,
+            streams=streams.shape[1],
             iterations=text.hc_sinkhorn_iters,
             epsilon=text.hc_eps,
             implementation=kernels,
         )
     )
+
+
+def projections(streams: Array, weights: MixWeights, text: TextConfig) -> Array:
+    """What the coefficients are made of: streams [N, S, D], normalized over all of them -> [N, 2 S + S^2] float32."""
+    flat = streams.reshape(streams.shape[0], -1)
+    norm = jax.lax.rsqrt(jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps)
+    return product(flat, weights.fn) * norm
 
 
 def collapse(streams: Array, pre_mix: Array) -> Array:
