@@ -153,9 +153,14 @@ def choose(operation: str, implementation: str, candidates: Mapping[str, Candida
         choice = Choice("xla", False, f"the {target.route} kernel is not known to be faster here")
     else:
         choice = Choice(target.route, False, f"faster on {target.generation}")
-    for chosen in (_report, _recorded.get()):
-        chosen.setdefault(operation, {})[f"{choice.implementation} ({choice.reason})"] = None
+    record(operation, f"{choice.implementation} ({choice.reason})")
     return choice
+
+
+def record(operation: str, line: str) -> None:
+    """Adds a choice to `report` and to what `recording` collects; for choices that `choose` does not make."""
+    for chosen in (_report, _recorded.get()):
+        chosen.setdefault(operation, {})[line] = None
 
 
 def report() -> dict[str, tuple[str, ...]]:

@@ -64,6 +64,8 @@ class EngineConfig:
       kernels: "auto", "xla" or "pallas".
       mesh: devices per named axis, `data` and `model`.
       enable_expert_parallel: shard whole experts instead of their intermediate dimension.
+      expert_exchange: how rows reach whole experts of other data shards: "gather" sends all to every chip, "ragged"
+        each only where its experts are, "auto" takes what sends less.
       enforce_eager: run without whole-step compilation.
       execution_mode: "FULL" or "PIECEWISE", with `enforce_eager` off.
       compile_level: 0 or 3.
@@ -113,6 +115,7 @@ class EngineConfig:
     kernels: str = "auto"
     mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"data": 1, "model": 1})
     enable_expert_parallel: bool = False
+    expert_exchange: str = "auto"
     enforce_eager: bool = False
     execution_mode: str = "FULL"
     compile_level: int = 3
@@ -424,6 +427,8 @@ def _execution_faults(config: EngineConfig) -> list[str]:
         faults.append(f"vision_cache_bytes {config.vision_cache_bytes} must not be negative")
     if config.kernels not in ("auto", "xla", "pallas"):
         faults.append(f"kernels {config.kernels!r} is unknown: use 'auto', 'xla' or 'pallas'")
+    if config.expert_exchange not in ("auto", "gather", "ragged"):
+        faults.append(f"expert_exchange {config.expert_exchange!r} is unknown: use 'auto', 'gather' or 'ragged'")
     return faults
 
 

@@ -143,7 +143,7 @@ class Engine:
         root = json.loads((directory / "config.json").read_bytes())
         view = ModelView.from_config(model_config, root)
         validate_runtime_config(config, view)
-        parallel = arrangement(config.mesh, config.enable_expert_parallel)
+        parallel = arrangement(config.mesh, config.enable_expert_parallel, config.expert_exchange)
         check_mesh(model_config, parallel, drafts=config.num_speculative_tokens > 0)
         if hosts is not None:
             join(hosts)

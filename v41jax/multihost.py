@@ -296,7 +296,7 @@ def follow_checkpoint(directory: Path, config: EngineConfig) -> None:
     model_config = ModelConfig.from_dict(root)
     view = ModelView.from_config(model_config, root)
     validate_runtime_config(config, view)
-    parallel = arrangement(config.mesh, config.enable_expert_parallel)
+    parallel = arrangement(config.mesh, config.enable_expert_parallel, config.expert_exchange)
     check_mesh(model_config, parallel)
     join(hosts)
     mesh = make_mesh(parallel)

@@ -7,7 +7,7 @@ takes its share of `max_num_seqs` and of `max_num_batched_tokens`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from scheduler.buckets import StepShape
 from scheduler.model_view import ModelView
@@ -16,12 +16,12 @@ from scheduler.runtime_config import EngineConfig
 from scheduler.scheduled_batch import Phase
 from v41jax.chips import Chip, chip_of
 from v41jax.config import ModelConfig
-from v41jax.layers.collectives import ExpertArrangement, Parallel
+from v41jax.layers.collectives import ExpertArrangement, ExpertExchange, Parallel, exchanges_rows
 from v41jax.memory_budget import PoolBudget, size_pools
 from v41jax.model import ModelSetup
 from v41jax.parameters import Parameters
 from v41jax.plan_compile import QUICK, CompiledPlan, abstract_pools, abstract_weights, compile_step, share
-from v41jax.plan_work import Bound, Rows, bound_of, expected_collectives, least_work, sent_bytes
+from v41jax.plan_work import Bound, Rows, bound_of, exchange_of, expected_collectives, least_work, sent_bytes
 from v41jax.precision import Precision
 from v41jax.sharding import chip_bytes, mesh_faults, pool_specs, weight_specs
 
@@ -62,6 +62,8 @@ class StepPlan:
       compiled: what the compiler says.
       bound: least time, with the collectives of the compiled program.
       fits: arguments, temporaries and results together fit the chip.
+      exchanges: how its layers bring rows to experts of other data shards, one line for each number of rows; one round
+        of a ragged exchange is counted.
     """
 
     name: str
@@ -69,6 +71,7 @@ class StepPlan:
     compiled: CompiledPlan
     bound: Bound
     fits: bool
+    exchanges: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Planner:
             data = self.devices // model
             for experts in arrangements:
                 redundant = (experts == "model" and model == 1) or (experts == "data_model" and data == 1)
-                parallel = Parallel(data, model, experts)
+                parallel = Parallel(data, model, experts, cast(ExpertExchange, self.engine.expert_exchange))
                 if not redundant and not mesh_faults(self.config, parallel):
                     found.append(parallel)
         return found
@@ -186,7 +189,21 @@ class Planner:
         rows = Rows(shape.rows, decoder, shape.outputs, self.context)
         work = least_work(self.config, setup.geometry, params, plan.parallel, rows, compiled.collectives)
         total = compiled.argument_bytes + compiled.temporary_bytes + compiled.output_bytes
-        return StepPlan(name, shape, compiled, bound_of(work, self.chip), total <= plan.memory_bytes)
+        return StepPlan(
+            name,
+            shape,
+            compiled,
+            bound_of(work, self.chip),
+            total <= plan.memory_bytes,
+            self.exchanges(plan.parallel, rows),
+        )
+
+    def exchanges(self, parallel: Parallel, rows: Rows) -> tuple[str, ...]:
+        """See `StepPlan.exchanges`."""
+        if not exchanges_rows(parallel):
+            return ()
+        counts = dict.fromkeys((rows.encoder, rows.decoder))
+        return tuple(exchange_of(self.config, parallel, count).describe(parallel) for count in counts)
 
 
 def mesh_name(parallel: Parallel) -> str:
@@ -226,6 +243,7 @@ def as_json(mesh: MeshPlan, steps: list[StepPlan]) -> dict[str, Any]:
                 "temporary_bytes": step.compiled.temporary_bytes,
                 "output_bytes": step.compiled.output_bytes,
                 "fits": step.fits,
+                "exchanges": list(step.exchanges),
                 "compile_s": round(step.compiled.seconds, 1),
                 "sent_bytes": sent_bytes(step.compiled.collectives),
                 "bound_s": dataclasses.asdict(step.bound) | {"dominant": step.bound.dominant},

@@ -18,6 +18,7 @@ from v41jax.chips import Chip
 from v41jax.config import CandidateRole, LayerMode, ModelConfig
 from v41jax.hlo_collectives import Collective
 from v41jax.layers.collectives import Parallel, exchanges_rows, splits_rows
+from v41jax.layers.exchange_rule import Exchange, decide
 from v41jax.model import decoder_start
 from v41jax.parameters import Parameters
 from v41jax.sharding import chip_bytes, weight_specs
@@ -97,7 +98,7 @@ def sent_bytes(collectives: Iterable[Collective]) -> float:
 def expected_collectives(
     config: ModelConfig, parallel: Parallel, rows: Rows, *, activation_bytes: int = 2, quantized: bool = True
 ) -> list[Collective]:
-    """The collectives that the layers ask for in one step, without sampling's.
+    """The collectives that the layers ask for in one step, without sampling's; of a ragged exchange one round.
 
     Args:
       config: of the model.
@@ -118,21 +119,44 @@ def expected_collectives(
         count = rows.encoder if layer.index < decoder_start(config) else rows.decoder
         add("all-reduce", count * width * 4, parallel.model, 2)
         if exchanges_rows(parallel):
-            every = parallel.data * count
-            if quantized:
-                add("all-gather", every * width, parallel.data)
-                add("all-gather", every * width // 32, parallel.data)
+            exchange = exchange_of(config, parallel, count, activation_bytes=activation_bytes, quantized=quantized)
+            # Forth as codes and scales or as values, with ids and weights; back as float32.
+            every = parallel.data * (exchange.places if exchange.ragged else count)
+            kind = "all-to-all" if exchange.ragged else "all-gather"
+            add(kind, every * width * (1 if quantized else activation_bytes), parallel.data)
+            add(kind, every * width // 32 if quantized else 0, parallel.data)
+            routing = every * text.num_experts_per_tok * 4
+            if exchange.ragged:
+                add(kind, 2 * routing, parallel.data)
+                add("all-reduce", 4, parallel.chips)
+                add(kind, every * width * 4, parallel.data)
             else:
-                add("all-gather", every * width * activation_bytes, parallel.data)
-            add("all-gather", every * text.num_experts_per_tok * 4, parallel.data, 2)
-            add("all-gather", every, parallel.data)
-            add("reduce-scatter", every * width * 4, parallel.data)
+                add(kind, routing, parallel.data, 2)
+                add(kind, every, parallel.data)
+                add("reduce-scatter", every * width * 4, parallel.data)
         if layer.mode in (LayerMode.FULL, LayerMode.REINDEX) and splits_rows(count, parallel):
             add("all-gather", count * text.index_topk * 4, parallel.model)
             add("all-gather", count * 4, parallel.model)
             if layer.candidates is CandidateRole.PUBLISHES:
                 add("all-gather", count * text.candidate_topk_blocks * 4, parallel.model)
     return found
+
+
+def exchange_of(
+    config: ModelConfig, parallel: Parallel, rows: int, *, activation_bytes: int = 2, quantized: bool = True
+) -> Exchange:
+    """How a layer exchanges `rows` rows of each data shard with whole experts over both axes."""
+    text = config.text
+    return decide(
+        parallel,
+        rows,
+        top_k=text.num_experts_per_tok,
+        held=text.n_routed_experts // parallel.expert_shards,
+        width=text.hidden_size,
+        expert_width=text.moe_intermediate_size,
+        activation_bytes=activation_bytes,
+        quantized=quantized,
+    )
 
 
 def least_work(

@@ -8,7 +8,7 @@ model. What layers exchange because of it is in `v41jax.layers.collectives`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.pools import Pools
 from v41jax.config import ModelConfig
-from v41jax.layers.collectives import DATA, MODEL, ExpertArrangement, Parallel
+from v41jax.layers.collectives import DATA, MODEL, ExpertArrangement, ExpertExchange, Parallel
 
 Tree = TypeVar("Tree")
 
@@ -152,12 +152,12 @@ def make_mesh(parallel: Parallel, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices[: parallel.chips]).reshape(parallel.data, parallel.model), (DATA, MODEL))
 
 
-def arrangement(mesh: Mapping[str, int], whole_experts: bool) -> Parallel:
+def arrangement(mesh: Mapping[str, int], whole_experts: bool, exchange: str = "auto") -> Parallel:
     """The mesh and expert arrangement of the engine's options: whole experts lie over both axes."""
     data, model = int(mesh.get(DATA, 1)), int(mesh.get(MODEL, 1))
     if not whole_experts:
         return Parallel(data, model, "intermediate")
-    return Parallel(data, model, "data_model" if data > 1 else "model")
+    return Parallel(data, model, "data_model" if data > 1 else "model", cast(ExpertExchange, exchange))
 
 
 def mesh_faults(config: ModelConfig, parallel: Parallel, *, drafts: bool = False) -> list[str]:

@@ -1,9 +1,9 @@
 """Runs a few requests through the sharded forward on virtual devices: prefill in two chunks, then greedy decode.
 
 To be run in a process of its own with eight devices, see `processes`:
-`python -m tests.mesh.steps CHECKPOINT OUT MESH...`, a mesh as `DATAxMODEL:ARRANGEMENT[:quantized]`. The file OUT
-receives for every mesh the logits of all rows, the tokens, and the collectives of its decode program; of a quantized
-one the first chunk's logits and the collectives of its prefill program.
+`python -m tests.mesh.steps CHECKPOINT OUT MESH...`, a mesh as `DATAxMODEL:ARRANGEMENT[:ragged][:quantized]`. The file
+OUT receives for every mesh the logits of all rows, the tokens, and the collectives of its programs by phase; of a
+quantized one the first chunk's logits and its prefill program only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scheduler.buckets import StepShape
 from scheduler.pools import allocate, poison
+from scheduler.scheduled_batch import Phase
 from v41jax.engram_hashing import history_before
 from v41jax.full_forward import LoadedModel, compressed_of, engram_rows_of, load_model
 from v41jax.hlo_collectives import count_collectives
@@ -28,6 +30,7 @@ from v41jax.mesh_forward import mesh_forward
 from v41jax.precision import Precision
 from v41jax.sharding import join_engram_rows, join_steps, make_mesh, pool_specs, shardings, weight_specs
 from v41jax.spans import Span, batch_of
+from v41jax.step_arrays import empty_step
 
 LENGTHS = (70, 41, 65, 38)
 """Prompts: several pages and selections that prune; the chunks below cross the ring."""
@@ -54,7 +57,8 @@ class MeshModel:
         """Logits [shards, rows, V] of one step; a shard without spans runs padding."""
         geometry = self.model.setup.geometry
         bucket = {"rows": rows, "requests": 4, "columns": PAGES_EACH}
-        batches = [batch_of(spans, geometry, **bucket) for spans in shards]
+        idle = empty_step(StepShape(Phase.PREFILL, rows, 4, PAGES_EACH, rows, rows, False), geometry)
+        batches = [batch_of(spans, geometry, **bucket) if spans else idle for spans in shards]
         engram = [engram_rows_of(self.model.setup, self.model.lookup, batch) for batch in batches]
         arguments = (self.params, self.pools, join_steps(batches), join_engram_rows(engram))
         if phase not in self.programs:
@@ -66,7 +70,7 @@ class MeshModel:
 
 
 def play(model: LoadedModel, parallel: Parallel, first_chunk_only: bool) -> dict[str, Any]:
-    """All logits and tokens of the prompts on one mesh, and the last program's collectives."""
+    """All logits and tokens of the prompts on one mesh, and its programs' collectives."""
     place = MeshModel(model, parallel)
     random = np.random.default_rng(5)
     vocabulary = model.setup.config.text.vocab_size
@@ -99,30 +103,31 @@ def play(model: LoadedModel, parallel: Parallel, first_chunk_only: bool) -> dict
             logits[index].append(result[homes[index], first : first + stop - start])
             filled[homes[index]] += stop - start
 
-    def result(phase: str) -> dict[str, Any]:
-        counted = count_collectives(place.programs[phase].as_text())
+    def result() -> dict[str, Any]:
+        counted = {phase: count_collectives(program.as_text()) for phase, program in place.programs.items()}
         return {
             "logits": np.concatenate([np.concatenate(parts) for parts in logits]),
             "tokens": np.stack([tokens[-NEW_TOKENS:] for tokens in ids]),
-            "collectives": json.dumps([entry._asdict() for entry in counted]),
+            **{phase: json.dumps([entry._asdict() for entry in entries]) for phase, entries in counted.items()},
         }
 
     forward("prefill", [(0, FIRST_CHUNK)] * len(ids), ROWS)
     if first_chunk_only:
-        return result("prefill")
+        return result()
     forward("prefill", [(FIRST_CHUNK, length) for length in LENGTHS], ROWS)
     for _ in range(NEW_TOKENS):
         for index in range(len(ids)):
             ids[index] = np.append(ids[index], np.argmax(logits[index][-1][-1]).astype(np.int32))
         forward("decode", [(len(tokens) - 1, len(tokens)) for tokens in ids], DECODE_ROWS)
-    return result("decode")
+    return result()
 
 
 def parse(name: str) -> tuple[Parallel, bool]:
-    """`DATAxMODEL:ARRANGEMENT[:quantized]`."""
+    """`DATAxMODEL:ARRANGEMENT[:ragged][:quantized]`; rows are gathered unless it says so."""
     size, arrangement, *rest = name.split(":")
     data, model = size.split("x")
-    return Parallel(int(data), int(model), arrangement), rest == ["quantized"]
+    exchange = "ragged" if "ragged" in rest else "gather"
+    return Parallel(int(data), int(model), arrangement, exchange), "quantized" in rest
 
 
 def main() -> None:

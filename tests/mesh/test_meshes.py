@@ -11,7 +11,7 @@ from tests.mesh.model import mesh_config
 from tests.mesh.processes import finish, start
 from tests.mesh.steps import DECODE_ROWS, ROWS, parse
 from v41jax.hlo_collectives import Collective
-from v41jax.plan_work import Rows, expected_collectives, sent_bytes
+from v41jax.plan_work import Rows, exchange_of, expected_collectives, sent_bytes
 
 ONE = "1x1:intermediate"
 MESHES = (
@@ -19,9 +19,13 @@ MESHES = (
     "1x4:model",
     "2x2:intermediate",
     "2x4:data_model",
-    "4x2:data_model",
     "1x8:intermediate",
+    "2x2:data_model:ragged",
+    "2x4:data_model:ragged",
+    "4x2:data_model:ragged",
+    "8x1:data_model:ragged",
 )
+EXCHANGING = tuple(mesh for mesh in MESHES if "data_model" in mesh)
 QUANTIZED = ("1x1:intermediate:quantized", "2x2:data_model:quantized")
 
 
@@ -34,8 +38,8 @@ def played(checkpoint, tmp_path_factory):
         return {name: file[name] for name in file.files}
 
 
-def collectives(played, mesh):
-    return [Collective(**entry) for entry in json.loads(str(played[f"{mesh}/collectives"]))]
+def collectives(played, mesh, phase="decode"):
+    return [Collective(**entry) for entry in json.loads(str(played[f"{mesh}/{phase}"]))]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -61,9 +65,28 @@ def test_one_device_sends_nothing(played):
     assert collectives(played, ONE) == []
 
 
+@pytest.mark.parametrize("mesh", EXCHANGING)
+def test_an_exchange_of_prefill_sends_what_the_rule_counts(played, mesh):
+    config, (parallel, _) = mesh_config(), parse(mesh)
+    exchange = exchange_of(config, parallel, ROWS, activation_bytes=4, quantized=False)
+    found = collectives(played, mesh, "prefill")
+    if exchange.ragged:
+        assert exchange.places < ROWS
+        own = [one for one in found if one.kind == "all-to-all" or one.bytes == 4]
+        counted = exchange.ragged_bytes
+    else:
+        own = [one for one in found if one.group == parallel.data and one.kind != "all-reduce"]
+        own = [one for one in own if one.count % len(config.layers) == 0]
+        counted = exchange.gather_bytes
+    assert sent_bytes(own) == pytest.approx(len(config.layers) * counted, rel=0.02)
+    rows = Rows(ROWS, ROWS, ROWS, 0)
+    expected = expected_collectives(config, parallel, rows, activation_bytes=4, quantized=False)
+    assert sent_bytes(found) == pytest.approx(sent_bytes(expected), rel=0.02)
+
+
 def test_quantized_rows_travel_as_codes(played):
     one, mesh = QUANTIZED
     assert np.median(np.abs(played[f"{mesh}/logits"] - played[f"{one}/logits"])) < 1e-3
     hidden, (parallel, _) = mesh_config().text.hidden_size, parse(mesh)
-    gathered = [entry for entry in collectives(played, mesh) if entry.kind == "all-gather"]
+    gathered = [entry for entry in collectives(played, mesh, "prefill") if entry.kind == "all-gather"]
     assert any(entry.bytes == ROWS * parallel.data * hidden for entry in gathered)

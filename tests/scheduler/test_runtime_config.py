@@ -163,6 +163,7 @@ def test_accepted_options(options):
         ({"compile_level": 2}, "compile_level 2"),
         ({"dtype": "float16"}, "dtype 'float16'"),
         ({"kernels": "cuda"}, "kernels 'cuda'"),
+        ({"expert_exchange": "all"}, "expert_exchange 'all'"),
         ({"num_speculative_tokens": 5}, "num_speculative_tokens 5 needs speculative_method"),
         ({"speculative_method": "eagle", "num_speculative_tokens": 5}, "speculative_method 'eagle'"),
         ({"speculative_method": "dspark"}, "num_speculative_tokens 0 is outside 1..5"),

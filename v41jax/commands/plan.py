@@ -53,7 +53,7 @@ def plan(
     params = planner.weights()
     ranked: list[MeshPlan] = []
     refused: list[tuple[Parallel, str]] = []
-    asked = arrangement(engine_config.mesh, engine_config.enable_expert_parallel)
+    asked = arrangement(engine_config.mesh, engine_config.enable_expert_parallel, engine_config.expert_exchange)
     validate_runtime_config(_one_chip(engine_config), planner.view)
     if asked.chips > 1:
         check_mesh(config, asked)
@@ -151,5 +151,7 @@ def _print(
             f"  bound: memory {bound.memory * 1e3:.3f} ms, compute {bound.compute * 1e3:.3f} ms, interconnect "
             f"{bound.interconnect * 1e3:.3f} ms; {bound.dominant} dominates"
         )
+        for line in step.exchanges:
+            console.print(f"  exchange of expert rows: {line}")
         for one in plan.collectives:
             console.print(f"  {one.count:>4} x {one.kind} of {one.bytes:,} B over {one.group} chips")

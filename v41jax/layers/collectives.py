@@ -4,9 +4,8 @@ A sharded forward is one `shard_map` over the axes `data` and `model`: inside it
 part of the weights, and every byte that crosses a link is sent by a function of this file. Which array is cut along
 which axis is said in `v41jax.sharding`.
 
-Expert exchange. With whole experts over both axes the rows of all `data` shards are gathered (as E4M3 codes with
-their scales where activations are quantized, which is exact and half the bytes), every chip runs the rows that chose
-its experts, and the float32 sums are scattered back. Shapes are static and no row is ever dropped.
+With whole experts over both axes rows of one `data` shard are served by chips of others. What is sent for that, and
+when which way, is in `v41jax.layers.expert_exchange` and `exchange_rule`.
 """
 
 from __future__ import annotations
@@ -32,6 +31,11 @@ ExpertArrangement = Literal["intermediate", "model", "data_model"]
 experts over `(data, model)`."""
 
 
+ExpertExchange = Literal["auto", "gather", "ragged"]
+"""How rows reach whole experts of other `data` shards: every chip gathers all rows, or a row goes only where its
+experts are; "auto" lets `exchange_rule` decide."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Parallel:
     """The mesh a forward runs on, as its layers see it; hashable and static.
@@ -40,11 +44,13 @@ class Parallel:
       data: shards that own pages and slots and run their own requests.
       model: chips that share the heads of one shard.
       experts: arrangement of the routed experts.
+      exchange: how rows reach experts over both axes.
     """
 
     data: int = 1
     model: int = 1
     experts: ExpertArrangement = "intermediate"
+    exchange: ExpertExchange = "auto"
 
     @property
     def chips(self) -> int:
@@ -133,3 +139,13 @@ def gather_rows(tree: Tree) -> Tree:
 def scatter_rows(sums: Array) -> Any:
     """Sum over the `data` shards, of which each keeps its own rows: [data N, D] float32 -> [N, D]."""
     return lax.psum_scatter(sums, DATA, scatter_dimension=0, tiled=True)
+
+
+def swap_shards(parts: Array) -> Array:
+    """Part d of every chip goes to `data` shard d: [data, ...] by destination -> [data, ...] by source."""
+    return lax.all_to_all(parts, DATA, split_axis=0, concat_axis=0, tiled=True)
+
+
+def any_chip(flag: Array) -> Array:
+    """Whether a bool scalar is True on some chip of the mesh."""
+    return lax.pmax(flag.astype(jnp.int32), (DATA, MODEL)) > 0

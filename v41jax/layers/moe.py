@@ -7,19 +7,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import backend
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
 from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
-from v41jax.layers.collectives import (
-    ONE_CHIP,
-    Parallel,
-    exchanges_rows,
-    first_expert,
-    gather_quantized,
-    gather_rows,
-    scatter_rows,
-    sum_over_model,
-)
+from v41jax.layers import expert_exchange
+from v41jax.layers.collectives import ONE_CHIP, Parallel, exchanges_rows, first_expert, sum_over_model
+from v41jax.layers.exchange_rule import decide
 from v41jax.layers.linear import LinearWeight, linear, product, quantize_input
 from v41jax.precision import Precision
 
@@ -180,25 +174,48 @@ def routed_experts(
     Returns:
       [N, D] float32; on a mesh to be summed over `model`.
     """
-    rows, chosen, factors = quantized, routing.experts, routing.weights
-    if exchanges_rows(parallel):
-        rows = gather_quantized(quantized, precision.activation_quantization)
-        chosen, factors, valid = gather_rows((chosen, factors, valid))
-    held = weights.experts.w1.values.shape[0 if weights.layer is None else 1]
-    sums = grouped_experts(
-        rows,
-        chosen - first_expert(held, parallel),
-        factors,
-        _operand(weights.experts.w1),
-        _operand(weights.experts.w3),
-        _operand(weights.experts.w2),
-        swiglu_limit=text.swiglu_limit,
-        quantize_hidden=precision.activation_quantization,
-        valid=valid,
-        layer=weights.layer,
-        implementation=kernels,
+    held, width = weights.experts.w1.values.shape[0 if weights.layer is None else 1 :][:2]
+
+    def serve(rows: Array, chosen: Array, factors: Array, valid: Array) -> Array:
+        return grouped_experts(
+            rows,
+            chosen,
+            factors,
+            _operand(weights.experts.w1),
+            _operand(weights.experts.w3),
+            _operand(weights.experts.w2),
+            swiglu_limit=text.swiglu_limit,
+            quantize_hidden=precision.activation_quantization,
+            valid=valid,
+            layer=weights.layer,
+            implementation=kernels,
+        )
+
+    if not exchanges_rows(parallel):
+        return serve(quantized, routing.experts - first_expert(held, parallel), routing.weights, valid)
+    exchange = decide(
+        parallel,
+        quantized.shape[0],
+        top_k=text.num_experts_per_tok,
+        held=held,
+        width=text.hidden_size,
+        expert_width=width,
+        activation_bytes=quantized.dtype.itemsize,
+        quantized=precision.activation_quantization,
     )
-    return scatter_rows(sums) if exchanges_rows(parallel) else sums
+    backend.record("expert_exchange", exchange.describe(parallel))
+    operands = (quantized, routing.experts, routing.weights, valid, serve)
+    if not exchange.ragged:
+        return expert_exchange.gathered(
+            *operands, held=held, quantized=precision.activation_quantization, parallel=parallel
+        )
+    return expert_exchange.ragged(
+        *operands,
+        held=held,
+        places=exchange.places,
+        quantized=precision.activation_quantization,
+        parallel=parallel,
+    )
 
 
 def _operand(weight: LinearWeight) -> ExpertWeights | Array:
