@@ -80,8 +80,11 @@ class Blocks:
     place: Array
 
 
-def blocks_of(ids: Array, experts: int, rows: int) -> Blocks:
-    """Blocks of the pairs ids [P], where pairs that are not served have the id `experts`."""
+def blocks_of(ids: Array, experts: int, rows: int, layers: int = 1) -> Blocks:
+    """Blocks of the pairs ids [P], where pairs that are not served have the id `experts`.
+
+    The others lie in one of `layers` equal parts of the experts, which bounds how many blocks there can be.
+    """
     pairs = ids.shape[0]
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     rank = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
@@ -89,7 +92,7 @@ def blocks_of(ids: Array, experts: int, rows: int) -> Blocks:
     starts = jnp.cumsum(sizes) - sizes
     counts = -(-sizes // rows)
     until = jnp.cumsum(counts)
-    index = jnp.arange(min(experts, pairs) + pairs // rows, dtype=jnp.int32)
+    index = jnp.arange(min(experts // layers, pairs) + pairs // rows, dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(until, index, side="right"), experts - 1).astype(jnp.int32)
     first = starts[expert] + (index - until[expert] + counts[expert]) * rows
     position = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32), 0, pairs - 1)
@@ -119,7 +122,7 @@ def grouped_experts(
     if rows == 0 or chosen == 0:
         return jnp.zeros(x.shape, jnp.float32)
     ids = jnp.where(served, expert_ids, experts)
-    blocks = blocks_of(ids.reshape(-1), experts, block_rows(rows * chosen, experts // layers))
+    blocks = blocks_of(ids.reshape(-1), experts, block_rows(rows * chosen, experts // layers), layers)
     values = _halves(x)[:, blocks.pair // chosen]
     gate, up = (product(values, weight, blocks, interpret) for weight in (w1, w3))
     hidden = xla.activate(gate, up, weights.reshape(-1)[blocks.pair], swiglu_limit, x.dtype)

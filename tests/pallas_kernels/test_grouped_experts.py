@@ -189,15 +189,17 @@ def test_tpu_kernel_of_any_shape_through_the_public_call(rows, experts, chosen, 
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.sampled_from([1, 4, 16]))
-def test_every_served_pair_has_one_place_in_a_block_of_its_expert(ids, rows):
-    blocks = tpu.blocks_of(jnp.asarray(ids, jnp.int32), 5, rows)
-    served = [pair for pair, expert in enumerate(ids) if expert < 5]
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.sampled_from([1, 4, 16]), st.integers(0, 2))
+def test_every_served_pair_has_one_place_in_a_block_of_its_expert(ids, rows, layer):
+    ids = [expert + 5 * layer if expert < 5 else 15 for expert in ids]
+    blocks = tpu.blocks_of(jnp.asarray(ids, jnp.int32), 15, rows, layers=3)
+    assert len(blocks.expert) <= 5 + len(ids) // rows, "as many as one layer's experts may need"
+    served = [pair for pair, expert in enumerate(ids) if expert < 15]
     places = np.asarray(blocks.place)[served]
     assert len(set(places.tolist())) == len(served) and (places < int(blocks.used) * rows).all()
     assert [ids[pair] for pair in served] == np.asarray(blocks.expert)[places // rows].tolist()
     assert np.asarray(blocks.pair)[places].tolist() == served
-    assert int(blocks.used) == sum(-(-ids.count(expert) // rows) for expert in range(5)) <= len(blocks.expert)
+    assert int(blocks.used) == sum(-(-ids.count(expert) // rows) for expert in range(15)) <= len(blocks.expert)
 
 
 def test_a_tpu_takes_the_kernel_and_reads_a_stack_of_layers_in_place():
