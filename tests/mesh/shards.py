@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_method": "dspark", "num_speculative_tokens": 5},
     "tiers": {"host_cache_bytes": 1 << 24},
     "scores": {"prompt_logprobs": True},
+    "ragged": {"expert_exchange": "ragged"},
 }
 """Options of the engine by name; `long` runs the whole scenario and not only the first requests, `small` gives each of
 four shards one slot, and `warm` compiles everything ahead."""
@@ -199,7 +200,7 @@ def serve(engine: Engine, names: list[str], known: dict[tuple[int, ...], list[in
             for key in ("preemptions", "hit_tokens", "recompiles_after_warm_up", "shards", "accepted_tokens", "steps")
         },
         "transfers": statistics.get("transfers"),
-        "summary": {key: engine.summary().get(key) for key in ("mesh", "experts", "pages", "slots")},
+        "summary": {key: engine.summary().get(key) for key in ("mesh", "experts", "pages", "slots", "operations")},
     }
 
 

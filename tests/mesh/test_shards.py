@@ -11,7 +11,7 @@ from tests.mesh.small_model import write_checkpoint
 
 PROGRAM = "tests.mesh.shards"
 ONE = "1x1:images:long"
-LONG = "2x4:experts:long"
+LONG = "2x4:experts:long:ragged"
 SMALL = "4x2:images:small"
 DRAFTS = "2x2:experts:long:drafts:tiers:warm"
 MESHES = (LONG, SMALL, DRAFTS)
@@ -47,6 +47,13 @@ def test_every_shard_runs_requests_of_its_own(served, mesh):
     assert all(shard["pages_used"] == 0 for shard in shards)
     slots = 1 if mesh == SMALL else 2
     assert [shard["slots_free"] for shard in shards] == [slots] * int(data)
+
+
+def test_a_runner_says_how_rows_reach_their_experts(served):
+    chosen = {mesh: served[mesh]["summary"]["operations"].get("expert_exchange", []) for mesh in MESHES}
+    assert chosen[LONG] and all(line.startswith("ragged (") for line in chosen[LONG])
+    assert chosen[DRAFTS] and all(line.startswith("gather (") for line in chosen[DRAFTS])
+    assert chosen[SMALL] == [], "experts cut over model are on every data shard"
 
 
 def test_prefixes_are_reused_and_requests_preempted(served):
