@@ -8,8 +8,9 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from v41jax import plan_compile
+from v41jax import plan, plan_compile
 from v41jax.cli import app
+from v41jax.hlo_collectives import Collective
 from v41jax.sharding import MeshError
 
 OPTIONS = ["plan", "--preset", "pico", "--steps", "none", "--max-num-seqs", "8", "--max-model-len", "1024"]
@@ -25,19 +26,30 @@ def run(*arguments):
 
 
 def test_every_mesh_is_ranked_by_the_tokens_it_could_give():
-    plan = json.loads(run("--json").stdout)
-    rates = [one["decode_tokens_per_second_bound"] for one in plan["search"]]
+    found = json.loads(run("--json").stdout)
+    rates = [one["decode_tokens_per_second_bound"] for one in found["search"]]
     assert rates == sorted(rates, reverse=True)
-    assert {(one["mesh"]["data"], one["mesh"]["model"]) for one in plan["search"]} == {(4, 1), (2, 2)}
-    assert plan["mesh"] == plan["search"][0]["mesh"]
-    assert plan["requests"] == 8
-    assert plan["pages"] == plan["pages_per_shard"] * plan["mesh"]["data"]
+    assert {(one["mesh"]["data"], one["mesh"]["model"]) for one in found["search"]} == {(4, 1), (2, 2)}
+    assert found["mesh"] == found["search"][0]["mesh"]
+    assert found["requests"] == 8
+    assert found["pages"] == found["pages_per_shard"] * found["mesh"]["data"]
 
 
 def test_one_mesh_is_planned_when_asked_for():
     result = run("--mesh", "data=2,model=2", "--enable-expert-parallel")
     assert "data=2,model=2, whole experts over data and model; per chip:" in result.stdout
     assert "meshes of" not in result.stdout
+
+
+def test_a_compiled_step_says_how_rows_reach_their_experts(monkeypatch):
+    compiled = plan_compile.CompiledPlan(1, 2, 3, 0.0, (Collective("all-to-all", 64, 2, 5),))
+    monkeypatch.setattr(plan, "compile_step", lambda *arguments, **options: compiled)
+    options = ("--mesh", "data=2,model=2", "--enable-expert-parallel", "--steps", "prefill")
+    shown = " ".join(run(*options, "--expert-exchange", "ragged").stdout.split())
+    assert "exchange of expert rows: ragged (8192 rows a data shard: 4768 places for each of 2, 3803 expected)" in shown
+    assert "5 x all-to-all of 64 B over 2 chips" in shown
+    step = json.loads(run(*options, "--expert-exchange", "gather", "--json").stdout)["steps"][-1]
+    assert step["exchanges"] == ["gather (8192 rows of each of 2 data shards to every chip)"]
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_every_reason():

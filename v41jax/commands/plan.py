@@ -152,6 +152,7 @@ def _print(
             f"{bound.interconnect * 1e3:.3f} ms; {bound.dominant} dominates"
         )
         for line in step.exchanges:
-            console.print(f"  exchange of expert rows: {line}")
+            rounds = ", one round counted" if line.startswith("ragged") else ""
+            console.print(f"  exchange of expert rows: {line}{rounds}")
         for one in plan.collectives:
             console.print(f"  {one.count:>4} x {one.kind} of {one.bytes:,} B over {one.group} chips")
