@@ -46,6 +46,14 @@ def test_codes_may_come_as_bytes():
     np.testing.assert_array_equal(block_scaled_linear(x, as_bytes, scales), block_scaled_linear(x, codes, scales))
 
 
+def test_no_array_as_large_as_the_weight_ends_in_an_axis_that_a_tpu_pads():
+    codes, scales = jax.ShapeDtypeStruct((256, 512), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((8, 16), jnp.uint8)
+    traced = jax.make_jaxpr(lambda *weight: xla.dequantize(*weight, jnp.bfloat16))(codes, scales)
+    shapes = [variable.aval.shape for equation in traced.eqns for variable in equation.outvars]
+    assert (256, 512) in shapes
+    assert all(shape[-1] % 128 == 0 for shape in shapes if np.prod(shape) >= 256 * 512)
+
+
 def test_shapes_that_do_not_fit_are_named():
     x, codes, scales, _ = linear_case(0, 3, 64, 64, jnp.float32)
     with pytest.raises(ValueError, match=r"scales \(1, 2\)"):
