@@ -28,10 +28,10 @@ from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
-LEAST_WIDE = 128
+LEAST_WIDE = 192
 """Rows an expert from which on its weights are widened into memory first."""
-MOST_SPLITS = 4
-"""Cuts of the inner width of few pairs."""
+MOST_CUT, MOST_SPLITS = 48, 4
+"""(row, expert) pairs up to which the inner width is cut, and into how many parts."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
 ACTIVATED = 256
@@ -83,12 +83,12 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
         warps, outputs, most = (4, 64, 16) if generation == "rocm" else (8, 128, 16)
     else:
         rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
-        warps, outputs, most = 4, 64, 32
+        warps, outputs, most = 4, 64, 64
 
     def tile(tile_outputs: int, dims: int) -> Tile:
         step = inner(dims, most)
         steps = dims // CODES // step
-        splits = max(cut for cut in range(1, MOST_SPLITS + 1) if steps % cut == 0) if pairs <= MOST_UNSORTED else 1
+        splits = max(cut for cut in range(1, MOST_SPLITS + 1) if steps % cut == 0) if pairs <= MOST_CUT else 1
         return Tile(tile_outputs, step, warps, stages, splits)
 
     return Config(rows, tile(min(outputs, 32 * (hidden // 32)), width), tile(outputs, hidden))
