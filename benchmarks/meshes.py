@@ -3,11 +3,11 @@
     python -m benchmarks.meshes --preset v4.1-flash --layers-of tiny --experts 16 --meshes 1x1,1x2,2x1
 
 A mesh is DATA x MODEL; experts are whole, over `data` and `model`. The checkpoint is synthesized, every layer at full
-width with `--experts` of the routed experts and small Engram tables, unless `--model DIR` names one; `--layers-of` takes
-the number of layers and what each of them is from another preset. Every mesh answers the same prompts greedily and all
-at once, first in float32 without activation quantization, where tokens are compared with the first mesh's, then as
-released, where rates are taken after a run that compiles. Prints one JSON line a measurement. On a CPU give it virtual
-devices: `XLA_FLAGS=--xla_force_host_platform_device_count=8`.
+width with `--experts` of the routed experts and small Engram tables, unless `--model DIR` names one; `--layers-of`
+takes the number of layers and what each of them is from another preset. Every mesh answers the same prompts greedily
+and all at once, first in float32 without activation quantization, where tokens are compared with the first mesh's,
+then as released, where rates are taken after a run that compiles. Prints one JSON line a measurement. On a CPU give it
+virtual devices: `XLA_FLAGS=--xla_force_host_platform_device_count=8`.
 """
 
 from __future__ import annotations
