@@ -407,16 +407,16 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     """The weights of one layer of a run.
 
-    Stored linears and routed experts stay in the run's stack (`LinearWeight.layer`, `MoeWeights.layer`): a slice of it
-    would be a copy.
+    Stored linears, mixes and routed experts stay in the run's stack (`LinearWeight.layer`, `MixWeights.layer`,
+    `MoeWeights.layer`): a slice of it would be a copy.
     """
     layer = jnp.asarray(place, jnp.int32)
 
     def take(tree: Any) -> Any:
-        return jax.tree.map(of_layer, tree, is_leaf=lambda leaf: isinstance(leaf, LinearWeight))
+        return jax.tree.map(of_layer, tree, is_leaf=lambda leaf: isinstance(leaf, (LinearWeight, MixWeights)))
 
-    def of_layer(leaf: LinearWeight | Array) -> LinearWeight | Array:
-        if isinstance(leaf, LinearWeight) and leaf.scales is not None:
+    def of_layer(leaf: LinearWeight | MixWeights | Array) -> LinearWeight | MixWeights | Array:
+        if isinstance(leaf, MixWeights) or (isinstance(leaf, LinearWeight) and leaf.scales is not None):
             return leaf._replace(layer=layer)
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stream_mixes import stream_mixes
 from v41jax.config import TextConfig
-from v41jax.layers.linear import product
 
 Array = jax.Array
 
@@ -26,11 +25,14 @@ class MixWeights(NamedTuple):
       fn: [2 S + S^2, S D], rows of pre, post and combination.
       base: [2 S + S^2].
       scale: [3], of pre, post and combination.
+      layer: int32 scalar, which layer of its run this is, where the arrays still hold the whole run, [layers, ...];
+        None when they hold one layer.
     """
 
     fn: Array
     base: Array
     scale: Array
+    layer: Array | None = None
 
 
 class Mixes(NamedTuple):
@@ -54,26 +56,21 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -
       streams: [N, S, D] activation dtype.
       weights: of the sublayer.
       text: configuration.
-      kernels: implementation of the operation on the projections.
+      kernels: implementation of the operation.
     """
     return Mixes(
         *stream_mixes(
-            projections(streams, weights, text),
+            streams,
+            weights.fn,
             weights.base,
             weights.scale,
-            streams=streams.shape[1],
+            layer=weights.layer,
             iterations=text.hc_sinkhorn_iters,
             epsilon=text.hc_eps,
+            norm_epsilon=text.rms_norm_eps,
             implementation=kernels,
         )
     )
-
-
-def projections(streams: Array, weights: MixWeights, text: TextConfig) -> Array:
-    """What the coefficients are made of: streams [N, S, D], normalized over all of them -> [N, 2 S + S^2] float32."""
-    flat = streams.reshape(streams.shape[0], -1)
-    norm = jax.lax.rsqrt(jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps)
-    return product(flat, weights.fn) * norm
 
 
 def collapse(streams: Array, pre_mix: Array) -> Array:
