@@ -24,6 +24,7 @@ from v41jax.layers.hyper_connections import MixWeights
 from v41jax.layers.indexer import IndexerWeights
 from v41jax.layers.linear import LinearWeight
 from v41jax.layers.moe import FeedForwardWeights, MoeWeights, RouterWeights
+from v41jax.layers.norm import NormOfRun
 from v41jax.layers.rope import RopeTable, build_table, plain_frequencies, yarn_frequencies
 from v41jax.quantization_numpy import dequantize_dense, dequantize_expert
 
@@ -51,8 +52,8 @@ class LayerWeights(NamedTuple):
       engram: Engram layers only.
     """
 
-    attn_norm: Array
-    ffn_norm: Array
+    attn_norm: Array | NormOfRun
+    ffn_norm: Array | NormOfRun
     attn_mix: MixWeights
     ffn_mix: MixWeights
     attention: AttentionWeights
@@ -407,8 +408,8 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     """The weights of one layer of a run.
 
-    Stored linears, mixes and routed experts stay in the run's stack (`LinearWeight.layer`, `MixWeights.layer`,
-    `MoeWeights.layer`): a slice of it would be a copy.
+    Stored linears, mixes, the norms in front of them and routed experts stay in the run's stack (`LinearWeight.layer`,
+    `MixWeights.layer`, `NormOfRun`, `MoeWeights.layer`): a slice of it would be a copy.
     """
     layer = jnp.asarray(place, jnp.int32)
 
@@ -421,8 +422,12 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 
     moe = stacked.moe
-    return take(stacked._replace(moe=None))._replace(
-        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer)
+    weights = take(stacked._replace(moe=None))
+    return weights._replace(
+        attn_norm=NormOfRun(stacked.attn_norm, layer),
+        ffn_norm=NormOfRun(stacked.ffn_norm, layer),
+        attention=weights.attention._replace(q_norm=NormOfRun(stacked.attention.q_norm, layer)),
+        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer),
     )
 
 

@@ -29,6 +29,7 @@ def grouped_experts(
     quantize_hidden: bool,
     valid: Array,
     layer: Array | int | None = None,
+    codes: Array | None = None,
     implementation: str = "auto",
 ) -> Array:
     """y[n] = sum over the chosen experts e, ascending, of w2_e(Q8(round(weight * swiglu(w1_e x, w3_e x)))).
@@ -50,6 +51,8 @@ def grouped_experts(
       valid: [N] bool; rows that are False read no expert and give zeros.
       layer: int32 scalar or int; w1, w3 and w2 then have one more leading axis, layers, and this one is read in place,
         without a copy of its matrices.
+      codes: x in the order of the GPU kernel, where that exists already (`QuantizedRows.codes`); no other
+        implementation reads it.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -82,7 +85,7 @@ def grouped_experts(
         w1, w3, w2 = (_joined(weight) for weight in (w1, w3, w2))
     run = {
         "xla": xla.grouped_experts,
-        "triton": functools.partial(triton.grouped_experts, interpret=choice.interpret),
+        "triton": functools.partial(triton.grouped_experts, codes=codes, interpret=choice.interpret),
         "tpu": functools.partial(tpu.grouped_experts, interpret=choice.interpret),
     }[choice.implementation]
     return run(x, expert_ids, weights, w1, w3, w2, layers=layers, **options)

@@ -276,6 +276,7 @@ def grouped_experts(
     quantize_hidden: bool,
     valid: Array,
     layers: int = 1,
+    codes: Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -316,7 +317,7 @@ def grouped_experts(
         config.hidden,
         hidden_width,
         "grouped_experts_hidden",
-        by_code(x),
+        by_code(x) if codes is None else codes,
         weights.reshape(-1),
         *lists,
         words_of(w1.packed),

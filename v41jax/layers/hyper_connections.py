@@ -1,7 +1,7 @@
 """Single-pass (delayed) hyper-connections: how `S` residual streams feed a sublayer and take its output back.
 
 `post` and `combination` are used by the sublayer that computed them, `pre` by the next one. Everything here is
-float32 between the roundings of `collapse` and `expand`.
+float32 between the roundings of `collapse` and `expand`. `collapse` is defined where its kernel is.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_rows import QuantizedRows, collapsed_rows
+from pallas_kernels.quantized_rows.xla import collapse
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stream_mixes import stream_mixes
 from v41jax.config import TextConfig
+from v41jax.layers.norm import NormOfRun, norm_operand
+from v41jax.precision import Precision
+
+__all__ = ["MixWeights", "Mixes", "collapse", "expand", "mixes", "sublayer_input"]
 
 Array = jax.Array
 
@@ -73,17 +79,38 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -
     )
 
 
-def collapse(streams: Array, pre_mix: Array) -> Array:
-    """Weighted sum of the residual streams, the input of the next sublayer.
+def sublayer_input(
+    streams: Array,
+    pre_mix: Array,
+    norm: Array | NormOfRun,
+    text: TextConfig,
+    precision: Precision,
+    kernels: str,
+    *,
+    routed: bool = False,
+) -> QuantizedRows:
+    """The collapsed and normalized streams, what a sublayer reads.
 
     Args:
       streams: [N, S, D] activation dtype.
       pre_mix: weights from the previous sublayer, [N, S] float32.
-
-    Returns:
-      [N, D] activation dtype; the sum is float32 and rounded once.
+      norm: [D], of the sublayer.
+      text: configuration.
+      precision: rounding choices.
+      kernels: implementation of the operation.
+      routed: routed experts are among the readers.
     """
-    return round_to(jnp.sum(streams.astype(jnp.float32) * pre_mix[:, :, None], axis=1), streams.dtype)
+    weight, layer = norm_operand(norm)
+    return collapsed_rows(
+        streams,
+        pre_mix,
+        weight,
+        layer=layer,
+        epsilon=text.rms_norm_eps,
+        quantize=precision.activation_quantization,
+        codes=routed,
+        implementation=kernels,
+    )
 
 
 def expand(output: Array, streams: Array, coefficients: Mixes) -> Array:

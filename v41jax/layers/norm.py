@@ -1,26 +1,30 @@
-"""RMS normalization with one rounding, at the end."""
+"""RMS normalization with one rounding, at the end, and where its weights lie."""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from typing import NamedTuple
 
-from pallas_kernels.rounding import round_to
+import jax
+
+from pallas_kernels.quantized_rows.xla import rms_norm
+
+__all__ = ["NormOfRun", "norm_operand", "rms_norm"]
 
 Array = jax.Array
 
 
-def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    """Normalizes the last axis (model specification, "RMSNorm").
+class NormOfRun(NamedTuple):
+    """The weight of one layer's norm, in the stack of its run.
 
-    Args:
-      x: [..., K] activation dtype.
-      weight: [K], any float dtype, multiplied in float32.
-      epsilon: added to the mean square (`rms_norm_eps`, 1e-20 in the release).
-
-    Returns:
-      [..., K] in the dtype of `x`; everything before the last cast is float32.
+    Attributes:
+      values: [layers, K].
+      layer: int32 scalar, which layer of the run.
     """
-    value = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(value), axis=-1, keepdims=True) + epsilon)
-    return round_to(weight.astype(jnp.float32) * (value * scale), x.dtype)
+
+    values: Array
+    layer: Array
+
+
+def norm_operand(weight: Array | NormOfRun) -> tuple[Array, Array | None]:
+    """Weight and layer as the operations take them: [K] and None, or [layers, K] and which."""
+    return (weight.values, weight.layer) if isinstance(weight, NormOfRun) else (weight, None)
