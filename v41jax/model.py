@@ -325,19 +325,21 @@ def run_stacked(
         return flow, pools, layer_record, entering
     slots = pools.window.shape[1]
 
-    def body(carry: tuple[Array, Array, Array], place: Array):
-        streams, pre_mix, window = carry
+    def body(carry: tuple[Array, Array, Array, Array], _: None):
+        streams, pre_mix, window, place = carry
         # Indexed here and not scanned over: a part of a run would be a copy of its weights.
         weights = layer_of_run(stacked, place)
         index = place - first + run.layers[0]
         inner = flow._replace(streams=streams, pre_mix=pre_mix)
         inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
         layer_record = LayerRecord(inner.streams, inner.pre_mix, routing) if record else None
-        return (inner.streams, inner.pre_mix, window), (layer_record, stream_mean(streams) if tap else None)
+        carry = (inner.streams, inner.pre_mix, window, place + 1)
+        return carry, (layer_record, stream_mean(streams) if tap else None)
 
-    places = first + jnp.arange(len(run.layers), dtype=jnp.int32)
-    carry = (flow.streams, flow.pre_mix, pools.window)
-    (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, places)
+    # The place is carried and not scanned over: reading it from an array would be a launch of its own on a GPU.
+    carry = (flow.streams, flow.pre_mix, pools.window, jnp.int32(first))
+    carry, (layer_record, entering) = jax.lax.scan(body, carry, length=len(run.layers))
+    streams, pre_mix, window, _ = carry
     return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
 
 

@@ -24,8 +24,8 @@ from v41jax.layers.hyper_connections import MixWeights
 from v41jax.layers.indexer import IndexerWeights
 from v41jax.layers.linear import LinearWeight
 from v41jax.layers.moe import FeedForwardWeights, MoeWeights, RouterWeights
-from v41jax.layers.norm import NormOfRun
 from v41jax.layers.rope import RopeTable, build_table, plain_frequencies, yarn_frequencies
+from v41jax.layers.stacks import OfRun
 from v41jax.quantization_numpy import dequantize_dense, dequantize_expert
 
 Array = jax.Array
@@ -52,8 +52,8 @@ class LayerWeights(NamedTuple):
       engram: Engram layers only.
     """
 
-    attn_norm: Array | NormOfRun
-    ffn_norm: Array | NormOfRun
+    attn_norm: Array | OfRun
+    ffn_norm: Array | OfRun
     attn_mix: MixWeights
     ffn_mix: MixWeights
     attention: AttentionWeights
@@ -408,8 +408,8 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     """The weights of one layer of a run.
 
-    Stored linears, mixes, the norms in front of them and routed experts stay in the run's stack (`LinearWeight.layer`,
-    `MixWeights.layer`, `NormOfRun`, `MoeWeights.layer`): a slice of it would be a copy.
+    What kernels read stays in the run's stack (`LinearWeight.layer`, `MixWeights.layer`, `OfRun`, `MoeWeights.layer`):
+    a slice of it would be a copy.
     """
     layer = jnp.asarray(place, jnp.int32)
 
@@ -424,9 +424,11 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     moe = stacked.moe
     weights = take(stacked._replace(moe=None))
     return weights._replace(
-        attn_norm=NormOfRun(stacked.attn_norm, layer),
-        ffn_norm=NormOfRun(stacked.ffn_norm, layer),
-        attention=weights.attention._replace(q_norm=NormOfRun(stacked.attention.q_norm, layer)),
+        attn_norm=OfRun(stacked.attn_norm, layer),
+        ffn_norm=OfRun(stacked.ffn_norm, layer),
+        attention=weights.attention._replace(
+            q_norm=OfRun(stacked.attention.q_norm, layer), wo_a=OfRun(stacked.attention.wo_a, layer)
+        ),
         moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer),
     )
 

@@ -1,6 +1,6 @@
 """The inputs of linears: a row is summed, normalized or gated, rounded, and quantized, in one launch on a GPU.
 
-Three calls for the three places where a layer makes such rows. To XLA each is two to four fusions around its
+Four calls for the places where a layer makes such rows. To XLA each is two to four fusions around its
 reductions; at few rows a fusion takes less time than its launch. There is no TPU kernel: XLA's fusions have no cost
 of a launch there and move each row once.
 """
@@ -18,7 +18,7 @@ from pallas_kernels import backend
 from pallas_kernels.quantized_rows import triton, xla
 from pallas_kernels.quantized_rows.types import QuantizedRows
 
-__all__ = ["QuantizedRows", "collapsed_rows", "gated_rows", "normalized_rows"]
+__all__ = ["QuantizedRows", "collapsed_rows", "gated_rows", "normalized_rows", "summed_rows"]
 
 Array = jax.Array
 
@@ -80,7 +80,7 @@ def normalized_rows(
     """rms_norm(product), the latent between two linears.
 
     Args:
-      parts: [P, N, K], what `block_scaled_linear` gives as parts.
+      parts: [P, N, K], what `block_scaled_parts` gives.
       weight: [K] of the norm, any float dtype.
       epsilon: of the norm.
       quantize: apply Q8.
@@ -99,6 +99,26 @@ def normalized_rows(
     return xla.normalized_rows(parts, _of_layer(weight, layer), **options)
 
 
+def summed_rows(
+    parts: Array, *, quantize: bool, dtype: jax.typing.DTypeLike, implementation: str = "auto"
+) -> QuantizedRows:
+    """A product as it is, between two linears.
+
+    Args:
+      parts: [P, N, K], what `grouped_linear` or `block_scaled_parts` gives.
+      quantize: apply Q8.
+      dtype: activation dtype, to which the sum of the parts is rounded.
+      implementation: "auto", "xla" or "pallas".
+
+    Returns, Raises: as of `collapsed_rows`.
+    """
+    kernel = _kernel(parts.shape[1], parts.shape[2], quantize, implementation)
+    options = {"quantize": quantize, "dtype": jnp.dtype(dtype)}
+    if kernel is not None:
+        return kernel(triton.summed_rows)(parts, **options)
+    return xla.summed_rows(parts, **options)
+
+
 def gated_rows(
     gate: Array,
     up: Array,
@@ -111,7 +131,7 @@ def gated_rows(
     """silu(min(gate, limit)) * clip(up, -limit, limit), the hidden rows of an expert.
 
     Args:
-      gate, up: [P, N, K] and [Q, N, K], what `block_scaled_linear` gives as parts.
+      gate, up: [P, N, K] and [Q, N, K], what `block_scaled_parts` gives.
       limit: of the clamps; <= 0 for none.
       quantize: apply Q8.
       dtype: activation dtype, to which both products and then the result are rounded.

@@ -106,6 +106,16 @@ def normalized_rows(
     return _call(make, "normalized_rows", rows, width, dtype, quantize, False, interpret, parts, *_stack(weight, layer))
 
 
+def summed_rows(parts: Array, *, quantize: bool, dtype: jnp.dtype, interpret: bool = False) -> QuantizedRows:
+    """See `pallas_kernels.quantized_rows`; `unsupported` has been asked."""
+    _, rows, width = parts.shape
+
+    def make(columns: _Columns, parts_ref) -> list[Array]:
+        return [_summed(parts_ref, columns, first, dtype) for first in columns.firsts]
+
+    return _call(make, "summed_rows", rows, width, dtype, quantize, False, interpret, parts)
+
+
 def gated_rows(
     gate: Array, up: Array, *, limit: float, quantize: bool, dtype: jnp.dtype, interpret: bool = False
 ) -> QuantizedRows:
@@ -172,7 +182,7 @@ def _call(
     interpret: bool,
     *operands: Array,
 ) -> QuantizedRows:
-    """Launches `make`, which gives the rounded blocks of a row, and what follows for all three calls."""
+    """Launches `make`, which gives the rounded blocks of a row, and what follows for all calls."""
     codes = codes and width % CODES == 0
     widths = [width, width, -(-width // LANE_GROUP) * LANE_GROUP, *([width] if codes else [])]
 

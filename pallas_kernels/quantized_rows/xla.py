@@ -66,6 +66,11 @@ def normalized_rows(parts: Array, weight: Array, *, epsilon: float, quantize: bo
     return _quantized(rms_norm(summed(parts, dtype), weight, epsilon), quantize)
 
 
+def summed_rows(parts: Array, *, quantize: bool, dtype: jnp.dtype) -> QuantizedRows:
+    """See `pallas_kernels.quantized_rows`."""
+    return _quantized(summed(parts, dtype), quantize)
+
+
 def gated_rows(gate: Array, up: Array, *, limit: float, quantize: bool, dtype: jnp.dtype) -> QuantizedRows:
     """See `pallas_kernels.quantized_rows`."""
     return _quantized(round_to(swiglu(summed(gate, dtype), summed(up, dtype), limit), dtype), quantize)

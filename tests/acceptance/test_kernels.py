@@ -18,6 +18,7 @@ OPERATIONS = (
     "block_scaled_linear",
     "candidate_scores",
     "grouped_experts",
+    "grouped_linear",
     "index_scores",
     "quantized_rows",
     "select_candidates",

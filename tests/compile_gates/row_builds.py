@@ -1,4 +1,4 @@
-"""The kernels on single rows at production shapes, as functions and shape structs for the compilers."""
+"""The kernels of the small work between products at production shapes, as functions and shape structs for compilers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_linear import triton as grouped_triton
 from pallas_kernels.quantized_rows import triton
 from tests.compile_gates.index_builds import Build, shape
 
@@ -14,7 +15,7 @@ WIDTH, LATENT, HIDDEN, STREAMS, LAYERS = 5120, 1280, 2304, 4, 10
 
 
 def gpu_builds() -> Iterator[Build]:
-    """Every Triton-route kernel of `quantized_rows`."""
+    """Every Triton-route kernel of `quantized_rows` and `grouped_linear`."""
     made = {"quantize": True}
     dtype = {"dtype": jnp.dtype(jnp.bfloat16)}
     for rows in (1, 64):
@@ -37,4 +38,14 @@ def gpu_builds() -> Iterator[Build]:
         "gated_rows 64 rows",
         functools.partial(triton.gated_rows, limit=10.0, **made, **dtype),
         tuple(shape((7, 64, HIDDEN), jnp.float32) for _ in range(2)),
+    )
+    groups, outputs, inputs = 8, 1024, 4096
+    yield Build(
+        "grouped_linear 64 rows",
+        grouped_triton.grouped_linear,
+        (
+            shape((64, groups, inputs), jnp.bfloat16),
+            shape((LAYERS, groups, outputs, inputs), jnp.bfloat16),
+            shape((), jnp.int32),
+        ),
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
 from pallas_kernels.grouped_experts.widening import by_code
-from pallas_kernels.quantized_rows import collapsed_rows, gated_rows, normalized_rows, triton
+from pallas_kernels.quantized_rows import collapsed_rows, gated_rows, normalized_rows, summed_rows, triton
 from pallas_kernels.triton_widening import fp8_operand
 from v41jax.quantization import fake_q8
 
@@ -153,6 +153,16 @@ def test_auto_takes_the_kernel_for_few_rows_of_a_gpu(target, rows, kernel):
     with backend.use_target(target):
         bound = functools.partial(collapsed_rows, epsilon=EPSILON, quantize=True)
         assert ("pallas_call" in str(jax.make_jaxpr(bound)(streams, pre, weight))) == kernel
+
+
+def test_a_product_alone_is_summed_rounded_and_quantized():
+    parts = np.random.default_rng(0).normal(size=(3, 5, 96)).astype(np.float32)
+    call = functools.partial(summed_rows, quantize=True, dtype=BFLOAT16)
+    found, defined = (jax.jit(functools.partial(call, implementation=name))(parts) for name in ("pallas", "xla"))
+    np.testing.assert_array_equal(wide(found.rounded), wide(jnp.asarray(parts[0] + parts[1] + parts[2], BFLOAT16)))
+    for left, right in zip(found[:2], defined[:2], strict=True):
+        np.testing.assert_array_equal(wide(left), wide(right))
+    np.testing.assert_array_equal(wide(found.lanes), wide(fp8_operand(found.quantized, 128)))
 
 
 def test_asking_for_kernels_is_no_error_where_a_tpu_needs_none():

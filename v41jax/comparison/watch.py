@@ -102,7 +102,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(indexer, "candidate_scores", _candidate_scores),
     Tap(model, "select", _select),
     Tap(attention, "sparse_attention", _sparse_attention),
-    Tap(attention, "quantize_input", _argument(0, "grouped_output")),
+    Tap(attention, "summed_rows", _rounded("grouped_output")),
     Tap(model, "attend", _attend),
     Tap(model, "expand", _expand),
     Tap(moe, "product", _result("router_logits")),

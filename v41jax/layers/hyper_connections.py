@@ -16,7 +16,7 @@ from pallas_kernels.quantized_rows.xla import collapse
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stream_mixes import stream_mixes
 from v41jax.config import TextConfig
-from v41jax.layers.norm import NormOfRun, norm_operand
+from v41jax.layers.stacks import OfRun, stack_and_layer
 from v41jax.precision import Precision
 
 __all__ = ["MixWeights", "Mixes", "collapse", "expand", "mixes", "sublayer_input"]
@@ -82,7 +82,7 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -
 def sublayer_input(
     streams: Array,
     pre_mix: Array,
-    norm: Array | NormOfRun,
+    norm: Array | OfRun,
     text: TextConfig,
     precision: Precision,
     kernels: str,
@@ -100,7 +100,7 @@ def sublayer_input(
       kernels: implementation of the operation.
       routed: routed experts are among the readers.
     """
-    weight, layer = norm_operand(norm)
+    weight, layer = stack_and_layer(norm)
     return collapsed_rows(
         streams,
         pre_mix,
