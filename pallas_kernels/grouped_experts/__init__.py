@@ -51,7 +51,7 @@ def grouped_experts(
       valid: [N] bool; rows that are False read no expert and give zeros.
       layer: int32 scalar or int; w1, w3 and w2 then have one more leading axis, layers, and this one is read in place,
         without a copy of its matrices.
-      codes: x in the order of the GPU kernel, where that exists already (`QuantizedRows.codes`); no other
+      codes: x as the GPU kernel of few rows reads it, where that exists already (`QuantizedRows.codes`); no other
         implementation reads it.
       implementation: "auto", "xla" or "pallas".
 
@@ -85,7 +85,9 @@ def grouped_experts(
         w1, w3, w2 = (_joined(weight) for weight in (w1, w3, w2))
     run = {
         "xla": xla.grouped_experts,
-        "triton": functools.partial(triton.grouped_experts, codes=codes, interpret=choice.interpret),
+        "triton": functools.partial(
+            triton.grouped_experts, codes=codes, layer=0 if layer is None else layer, interpret=choice.interpret
+        ),
         "tpu": functools.partial(tpu.grouped_experts, interpret=choice.interpret),
     }[choice.implementation]
     return run(x, expert_ids, weights, w1, w3, w2, layers=layers, **options)

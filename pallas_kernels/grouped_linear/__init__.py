@@ -16,9 +16,9 @@ Array = jax.Array
 def grouped_linear(x: Array, weight: Array, *, layer: Array | int | None = None, implementation: str = "auto") -> Array:
     """y[n, g] = x[n, g] @ weight[g].T in float32, left in parts for `quantized_rows.summed_rows`.
 
-    XLA multiplies one row with a layer's slice of a run where it lies. Before a product of several rows its GPU backend
-    copies the slice, which takes twice as long as the product reads it: that is what the kernel is for. XLA on a TPU
-    has no such copy, and no kernel is needed.
+    XLA's GPU backend copies a layer's slice of a run in front of a product of several rows, which takes twice as long
+    as the product reads it, and may lay out a whole run anew for a product of one row whose reader is a kernel. The
+    kernel reads the run where it lies. XLA on a TPU has no such copy, and no kernel is needed.
 
     Args:
       x: [N, G, I] activation dtype.
@@ -27,7 +27,7 @@ def grouped_linear(x: Array, weight: Array, *, layer: Array | int | None = None,
       implementation: "auto", "xla" or "pallas".
 
     Returns:
-      [P, N, G O] float32, to be summed over P and rounded.
+      [P, N, G O] float32, whose sum over P rounded to the activation dtype is the product; or the product, P = 1.
 
     Raises:
       ValueError: shapes that do not fit each other, or an unknown implementation.

@@ -13,9 +13,8 @@ from pallas_kernels import backend
 
 Array = jax.Array
 
-ROWS = range(2, 129)
-"""Numbers of rows for which `auto` takes the kernel: one row XLA multiplies without a copy of the weight, and for many
-the copy matters little."""
+MOST_ROWS = 128
+"""Rows up to which `auto` takes the kernel; a copy of the weight matters little to more."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
 
@@ -41,7 +40,7 @@ class Config:
 
 def preferred(rows: int) -> bool:
     """Whether `auto` takes the kernel for `rows` rows."""
-    return rows in ROWS
+    return rows <= MOST_ROWS
 
 
 def unsupported(x: Array, weight: Array) -> str | None:
@@ -59,8 +58,9 @@ def config_for(rows: int, groups: int, outputs: int, inputs: int, generation: st
     """The configuration for x [rows, groups, inputs] and `outputs` outputs of each group."""
     rocm = generation == "rocm"
     tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
-    tile_outputs = min(64 if rocm else 128, max(16, 1 << (outputs - 1).bit_length()))
-    inner = next(size for size in (64, 32, 16) if inputs % size == 0)
+    few = tile_rows == 16
+    tile_outputs = min(64 if rocm or few else 128, max(16, 1 << (outputs - 1).bit_length()))
+    inner = next(size for size in ((128,) if few else ()) + (64, 32, 16) if inputs % size == 0)
     steps, tiles = inputs // inner, groups * -(-outputs // tile_outputs) * -(-rows // tile_rows)
     wanted = max(1, min(steps, (608 if rocm else 264) // tiles))
     # As many as leave no two programs' work a step apart.

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.rounding import round_to
+
 Array = jax.Array
 
 
@@ -18,4 +20,4 @@ def grouped_linear(x: Array, weight: Array) -> Array:
             "ngi,goi->ngo", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST
         )
     rows, groups, outputs = product.shape
-    return product.reshape(1, rows, groups * outputs)
+    return round_to(product, x.dtype).reshape(1, rows, groups * outputs)

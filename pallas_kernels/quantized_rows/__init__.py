@@ -112,7 +112,8 @@ def summed_rows(
 
     Returns, Raises: as of `collapsed_rows`.
     """
-    kernel = _kernel(parts.shape[1], parts.shape[2], quantize, implementation)
+    # One part has nothing to be summed, and to quantize and reorder it is a launch or two of XLA's.
+    kernel = _kernel(parts.shape[1], parts.shape[2], quantize, implementation, len(parts) > 1)
     options = {"quantize": quantize, "dtype": jnp.dtype(dtype)}
     if kernel is not None:
         return kernel(triton.summed_rows)(parts, **options)
@@ -148,12 +149,14 @@ def gated_rows(
     return xla.gated_rows(gate, up, **options)
 
 
-def _kernel(rows: int, width: int, quantize: bool, implementation: str) -> Callable[..., Callable] | None:
+def _kernel(
+    rows: int, width: int, quantize: bool, implementation: str, worthwhile: bool = True
+) -> Callable[..., Callable] | None:
     """What makes a kernel of the GPU route ready to be called, or None for XLA."""
     if implementation == "pallas" and backend.current_target().route == "tpu":
         # Asking for kernels is no error where none is wanted.
         implementation = "auto"
-    candidate = backend.Candidate(triton.unsupported(width, quantize), triton.preferred(rows))
+    candidate = backend.Candidate(triton.unsupported(width, quantize), worthwhile and triton.preferred(rows))
     choice = backend.choose("quantized_rows", implementation, {"triton": candidate})
     if choice.implementation != "triton" or not rows:
         return None

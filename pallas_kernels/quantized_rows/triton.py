@@ -24,9 +24,10 @@ from pallas_kernels.arithmetic import (
     round_to_bfloat16,
     round_to_e4m3,
 )
-from pallas_kernels.grouped_experts.widening import CODES
+from pallas_kernels.grouped_experts.triton_parts import place_by_code
+from pallas_kernels.grouped_experts.widening import CODES, OPERAND_POWER
 from pallas_kernels.quantized_rows.types import QuantizedRows
-from pallas_kernels.triton_widening import LANE_GROUP, place_in_lanes
+from pallas_kernels.triton_widening import LANE_GROUP, packed_instructions, place_in_lanes
 
 Array = jax.Array
 
@@ -184,6 +185,7 @@ def _call(
 ) -> QuantizedRows:
     """Launches `make`, which gives the rounded blocks of a row, and what follows for all calls."""
     codes = codes and width % CODES == 0
+    power = 2.0**OPERAND_POWER if packed_instructions() and not interpret else 1.0
     widths = [width, width, -(-width // LANE_GROUP) * LANE_GROUP, *([width] if codes else [])]
 
     def kernel(*refs) -> None:
@@ -195,7 +197,7 @@ def _call(
             columns.store(quantized_ref, first, quantized, lambda place: place)
             columns.store(lanes_ref, first, quantized, place_in_lanes)
             for ref in codes_ref:
-                columns.store(ref, first, quantized, lambda place: _place_by_code(place, width))
+                columns.store(ref, first, quantized * power, lambda place: place_by_code(place, width))
 
     results = backend.triton_call(
         kernel,
@@ -207,11 +209,6 @@ def _call(
         name=name,
     )(*operands)
     return QuantizedRows(*results)
-
-
-def _place_by_code(place: Array, width: int) -> Array:
-    """Columns -> where `by_code` puts them."""
-    return lax.rem(place, CODES) * (width // CODES) + lax.div(place, CODES)
 
 
 def _stack(weight: Array, layer: Array | int | None) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ class QuantizedRows(NamedTuple):
       quantized: after it; the same as `rounded` where activations are not quantized.
       lanes: `quantized` in the order in which the GPU kernel of `block_scaled_linear` reads it, padded with zeros to a
         multiple of 64 columns; None where XLA made the rows.
-      codes: `quantized` in the order in which the GPU kernel of `grouped_experts` reads it; None where XLA made the
+      codes: `quantized` as the GPU kernel of `grouped_experts` reads it (its `operand_of`); None where XLA made the
         rows or nobody asked.
     """
 

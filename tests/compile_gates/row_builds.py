@@ -40,12 +40,13 @@ def gpu_builds() -> Iterator[Build]:
         tuple(shape((7, 64, HIDDEN), jnp.float32) for _ in range(2)),
     )
     groups, outputs, inputs = 8, 1024, 4096
-    yield Build(
-        "grouped_linear 64 rows",
-        grouped_triton.grouped_linear,
-        (
-            shape((64, groups, inputs), jnp.bfloat16),
-            shape((LAYERS, groups, outputs, inputs), jnp.bfloat16),
-            shape((), jnp.int32),
-        ),
-    )
+    for rows in (1, 64):
+        yield Build(
+            f"grouped_linear {rows} rows",
+            grouped_triton.grouped_linear,
+            (
+                shape((rows, groups, inputs), jnp.bfloat16),
+                shape((LAYERS, groups, outputs, inputs), jnp.bfloat16),
+                shape((), jnp.int32),
+            ),
+        )

@@ -21,10 +21,10 @@ def case(rows, groups, outputs, inputs, dtype=jnp.bfloat16):
 
 
 def assert_product(parts, wanted):
-    assert parts.dtype == jnp.float32
-    np.testing.assert_allclose(
-        np.asarray(parts).sum(axis=0), wanted, rtol=3e-6, atol=3e-6 * np.abs(wanted).max(initial=1)
-    )
+    # A definition in bfloat16 has rounded its only part.
+    relative = 2.0**-8 if parts.dtype == jnp.bfloat16 else 3e-6
+    found = np.asarray(parts, np.float64).sum(axis=0)
+    np.testing.assert_allclose(found, wanted, rtol=relative, atol=3e-6 * np.abs(wanted).max(initial=1))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -61,14 +61,14 @@ def test_float32_has_no_kernel_and_a_weight_must_fit():
         grouped_linear(x, weight, layer=0)
 
 
-@pytest.mark.parametrize(("rows", "kernel"), [(1, False), (2, True), (128, True), (129, False)])
-def test_auto_takes_the_kernel_where_xla_copies_a_slice(rows, kernel):
+@pytest.mark.parametrize(("rows", "kernel"), [(1, True), (128, True), (129, False)])
+def test_auto_takes_the_kernel_where_a_copy_of_the_weight_matters(rows, kernel):
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 8, 4096), (8, 1024, 4096)))
     with backend.use_target(backend.Target("triton", "cuda")):
         assert ("pallas_call" in str(jax.make_jaxpr(lambda *a: grouped_linear(*a))(x, weight))) == kernel
 
 
-@pytest.mark.parametrize(("rows", "generation"), [(2, "cuda"), (64, "cuda"), (128, "cuda"), (64, "rocm")])
+@pytest.mark.parametrize(("rows", "generation"), [(1, "cuda"), (64, "cuda"), (128, "cuda"), (64, "rocm")])
 def test_splits_fill_the_device_with_equal_work(rows, generation):
     config = triton.config_for(rows, 8, 1024, 4096, generation)
     programs = 8 * 1024 // config.outputs * config.splits * -(-rows // config.rows)

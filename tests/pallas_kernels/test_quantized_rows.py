@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts.widening import by_code
+from pallas_kernels.grouped_experts.triton_parts import operand_of
 from pallas_kernels.quantized_rows import collapsed_rows, gated_rows, normalized_rows, summed_rows, triton
 from pallas_kernels.triton_widening import fp8_operand
 from v41jax.quantization import fake_q8
@@ -89,7 +89,7 @@ def test_orders_are_those_of_the_kernels_that_read_them(kind, width):
     padded = -(-width // 64) * 64
     np.testing.assert_array_equal(wide(found.lanes), wide(fp8_operand(found.quantized, padded)))
     if kind == "collapsed":
-        np.testing.assert_array_equal(wide(found.codes), wide(by_code(found.quantized)))
+        np.testing.assert_array_equal(wide(found.codes), wide(operand_of(found.quantized, cuda=False)))
         assert run(function, operands, options | {"codes": False}).codes is None
     assert run(function, operands, options, "xla").lanes is None
 
