@@ -256,6 +256,7 @@ def grouped_experts(
     valid: Array,
     layers: int = 1,
     layer: Array | int = 0,
+    codes: Array | None = None,
     config: Config | WideConfig | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -281,7 +282,7 @@ def grouped_experts(
     if isinstance(config, WideConfig):
         outputs = expert_outputs(*operands, experts=experts, first=layer * experts, config=config, **options)
     else:
-        outputs = _expert_outputs(*operands, config=config, **options)
+        outputs = _expert_outputs(*operands, codes=codes, config=config, **options)
     return _combine(outputs.reshape(rows, chosen, width), ids, served)
 
 
@@ -291,6 +292,7 @@ def _expert_outputs(
     blocks: Blocks,
     weights: Sequence[ExpertWeights],
     *,
+    codes: Array | None,
     chosen: int,
     config: Config,
     swiglu_limit: float,
@@ -298,7 +300,10 @@ def _expert_outputs(
     cuda: bool,
     interpret: bool,
 ) -> Array:
-    """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served."""
+    """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served.
+
+    codes: `operand_of` x where that exists already.
+    """
     gate, up, down = weights
     hidden_width, pairs = gate.packed.shape[1], blocks.pair.shape[0]
     lists = (blocks.expert, blocks.first, blocks.end, blocks.pair)
@@ -325,7 +330,7 @@ def _expert_outputs(
         hidden_width,
         "grouped_experts_hidden",
         2,
-        operand_of(x, cuda),
+        operand_of(x, cuda) if codes is None else codes,
         routing,
         *lists,
         words_of(gate.packed),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
+from pallas_kernels.quantized_rows import QuantizedRows, gated_rows
 from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
 from v41jax.layers.collectives import (
@@ -20,7 +21,7 @@ from v41jax.layers.collectives import (
     scatter_rows,
     sum_over_model,
 )
-from v41jax.layers.linear import LinearWeight, linear, product, quantize_input
+from v41jax.layers.linear import LinearWeight, linear, linear_parts, product
 from v41jax.precision import Precision
 
 Array = jax.Array
@@ -107,28 +108,22 @@ def route(normalized: Array, weights: RouterWeights, image_rows: Array, text: Te
     return Routing(experts, chosen * text.routed_scaling_factor)
 
 
-def swiglu(gate: Array, up: Array, limit: float) -> Array:
-    """`silu(gate) * up` with the released clamps, float32; a limit <= 0 disables them."""
-    gate = gate.astype(jnp.float32)
-    up = up.astype(jnp.float32)
-    if limit > 0:
-        gate = jnp.minimum(gate, limit)
-        up = jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(gate) * up
-
-
 def shared_expert(
-    quantized: Array, weights: FeedForwardWeights, text: TextConfig, precision: Precision, kernels: str
+    rows: QuantizedRows, weights: FeedForwardWeights, text: TextConfig, precision: Precision, kernels: str
 ) -> Array:
-    """The expert every row runs: [N, D] quantized input -> [N, D] activation dtype."""
-    gate = linear(quantized, weights.w1, kernels)
-    up = linear(quantized, weights.w3, kernels)
-    hidden = round_to(swiglu(gate, up, text.swiglu_limit), quantized.dtype)
-    return linear(quantize_input(hidden, precision), weights.w2, kernels)
+    """The expert every row runs: [N, D] input -> [N, D] activation dtype."""
+    hidden = gated_rows(
+        *linear_parts(rows, (weights.w1, weights.w3), kernels),
+        limit=text.swiglu_limit,
+        quantize=precision.activation_quantization,
+        dtype=rows.quantized.dtype,
+        implementation=kernels,
+    )
+    return linear(hidden, weights.w2, kernels)
 
 
 def moe(
-    normalized: Array,
+    rows: QuantizedRows,
     weights: MoeWeights,
     image_rows: Array,
     valid: Array,
@@ -141,7 +136,7 @@ def moe(
     """Routed and shared experts of every row.
 
     Args:
-      normalized: [N, D] activation dtype, the FFN sublayer's normalized input.
+      rows: [N, D], the FFN sublayer's input.
       weights: of the layer.
       image_rows: [N] bool.
       valid: [N] bool, False for padding, which reads no routed expert.
@@ -154,18 +149,17 @@ def moe(
       [N, D] activation dtype (float32 sum in ascending expert id, then the shared expert, one rounding), and the
       routing.
     """
-    routing = route(normalized, weights.router, image_rows, text)
-    quantized = quantize_input(normalized, precision)
+    routing = route(rows.rounded, weights.router, image_rows, text)
     routed = routed_experts(
-        quantized, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
+        rows, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
     )
-    shared = shared_expert(quantized, weights.shared, text, precision, kernels)
+    shared = shared_expert(rows, weights.shared, text, precision, kernels)
     total = sum_over_model(routed + shared.astype(jnp.float32), parallel)
-    return round_to(total, normalized.dtype), routing
+    return round_to(total, rows.rounded.dtype), routing
 
 
 def routed_experts(
-    quantized: Array,
+    inputs: QuantizedRows,
     routing: Routing,
     weights: MoeWeights,
     valid: Array,
@@ -180,9 +174,9 @@ def routed_experts(
     Returns:
       [N, D] float32; on a mesh to be summed over `model`.
     """
-    rows, chosen, factors = quantized, routing.experts, routing.weights
+    rows, codes, chosen, factors = inputs.quantized, inputs.codes, routing.experts, routing.weights
     if exchanges_rows(parallel):
-        rows = gather_quantized(quantized, precision.activation_quantization)
+        rows, codes = gather_quantized(rows, precision.activation_quantization), None
         chosen, factors, valid = gather_rows((chosen, factors, valid))
     held = weights.experts.w1.values.shape[0 if weights.layer is None else 1]
     sums = grouped_experts(
@@ -196,6 +190,7 @@ def routed_experts(
         quantize_hidden=precision.activation_quantization,
         valid=valid,
         layer=weights.layer,
+        codes=codes,
         implementation=kernels,
     )
     return scatter_rows(sums) if exchanges_rows(parallel) else sums
