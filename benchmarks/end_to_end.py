@@ -8,9 +8,9 @@ checkpoint. Every cell plans its steps as the scheduler does and runs them throu
 
 All programs are compiled first, several at a time, and a first JSON line says how long it took. Then one line a cell:
 seconds of a step (the device's and the host's part), tokens per second, the bound of the step (bytes and operations
-counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run) and the fraction reached. At last,
-where the device reports its kernels, another line a cell: `kernel_ms` is their sum and `largest_kernels` says which took
-how long. Asking for them ends the use of captured graphs, which is why it is done last.
+counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run) and the fraction reached. At
+last, where the device reports its kernels, another line a cell: `kernel_ms` is their sum and `largest_kernels` says
+which took how long. Asking for them ends the use of captured graphs, which is why it is done last.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The engine on several meshes of one host: are the tokens one device's, and how fast are they?
 
-    python -m benchmarks.meshes --preset v4.1-flash --experts 8 --meshes 1x1,1x2,2x1
+    python -m benchmarks.meshes --preset v4.1-flash --layers-of tiny --experts 16 --meshes 1x1,1x2,2x1
 
 A mesh is DATA x MODEL; experts are whole, over `data` and `model`. The checkpoint is synthesized, every layer at full
-width with `--experts` of the routed experts and small Engram tables, unless `--model DIR` names one. Every mesh answers
-the same prompts greedily and all at once, first in float32 without activation quantization, where tokens are compared
-with the first mesh's, then as released, where rates are taken after a run that compiles. Prints one JSON line a
-measurement. On a CPU give it virtual devices: `XLA_FLAGS=--xla_force_host_platform_device_count=8`.
+width with `--experts` of the routed experts and small Engram tables, unless `--model DIR` names one; `--layers-of`
+takes the number of layers and what each of them is from another preset. Every mesh answers the same prompts greedily
+and all at once, first in float32 without activation quantization, where tokens are compared with the first mesh's,
+then as released, where rates are taken after a run that compiles. Prints one JSON line a measurement. On a CPU give it
+virtual devices: `XLA_FLAGS=--xla_force_host_platform_device_count=8`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,26 @@ ENGRAM_VOCABULARY = 2000
 PAGE = 64
 
 
-def reduced(name: str, experts: int | None) -> ModelConfig:
-    """A preset with fewer routed experts and small Engram tables."""
+LAYERS = (
+    "num_hidden_layers",
+    "compress_ratios",
+    "kv_source_layer_ids",
+    "index_source_layer_ids",
+    "candidate_source_layer_id",
+    "engram_layer_ids",
+    "engram_num_embeddings",
+    "dspark_target_layer_ids",
+)
+"""Keys that say how many layers there are and what each of them is."""
+
+
+def reduced(name: str, experts: int | None, layers_of: str | None = None) -> ModelConfig:
+    """A preset with fewer routed experts and small Engram tables, maybe with the layers of another."""
     root = preset_dict(name)
     text = root["text_config"]
+    if layers_of is not None:
+        other = preset_dict(layers_of)["text_config"]
+        text |= {key: other[key] for key in LAYERS}
     if experts is not None:
         text["n_routed_experts"] = experts
         text["engram_vocab_size"] = min(text["engram_vocab_size"], ENGRAM_VOCABULARY)
@@ -136,6 +153,7 @@ def main(given: Sequence[str] | None = None) -> None:
     """Measures and prints; exits with 1 where float32 tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="v4.1-flash")
+    parser.add_argument("--layers-of", help="a preset whose layers to take")
     parser.add_argument("--experts", type=int, help="routed experts of every layer, instead of the preset's")
     parser.add_argument("--model", type=Path, help="a checkpoint directory, instead of a preset")
     parser.add_argument(
@@ -152,7 +170,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "checkpoint"
             began = time.perf_counter()
-            synthesize(directory, reduced(arguments.preset, arguments.experts), scopes=("text",))
+            synthesize(directory, reduced(arguments.preset, arguments.experts, arguments.layers_of), scopes=("text",))
             print(json.dumps({"synthesize_s": round(time.perf_counter() - began, 1)}), flush=True)
         for record in measurements(directory, arguments):
             same = same and (record["dtype"].startswith("bfloat16") or record["equal_replies"] == arguments.batch)

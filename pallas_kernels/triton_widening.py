@@ -59,6 +59,12 @@ def _lane_order(values: Array) -> Array:
     return groups.transpose(0, 1, 3, 4, 2, 5).reshape(rows, count)
 
 
+def place_in_lanes(column: Array) -> Array:
+    """int32 places in the order of stored bytes -> their places in the order of `_lane_order`."""
+    lane, step, half, parity = (column >> 4) & 3, (column >> 2) & 3, (column >> 1) & 1, column & 1
+    return (column & ~(LANE_GROUP - 1)) | (step << 4) | (half << 3) | (lane << 1) | parity
+
+
 def _pad(x: Array, count: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, count - x.shape[1]))) if count > x.shape[1] else x
 

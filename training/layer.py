@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_rows.xla import swiglu
 from pallas_kernels.rounding import round_to
 from training.mixing import mixes
 from training.straight_through import contract, fake_table, linear, q4m, q4n, q8
@@ -20,7 +21,7 @@ from v41jax.config import TextConfig
 from v41jax.layers.engram import EngramWeights, gates
 from v41jax.layers.hyper_connections import Mixes, MixWeights, collapse, expand
 from v41jax.layers.linear import LinearWeight
-from v41jax.layers.moe import RouterWeights, Routing, route, swiglu
+from v41jax.layers.moe import RouterWeights, Routing, route
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable, rotate
 from v41jax.precision import Precision

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.stream_mixes import triton
 from pallas_kernels.stream_mixes.vectors import coefficients
+from pallas_kernels.stream_mixes.xla import projections
 from v41jax.config import TextConfig
 from v41jax.layers import hyper_connections
 from v41jax.layers.hyper_connections import Mixes, MixWeights
@@ -31,7 +32,7 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig) -> Mixes:
         return hyper_connections.mixes(streams, weights, text, "xla")
     count = streams.shape[1]
     scale = jnp.repeat(weights.scale, jnp.array([count, count, count**2]), total_repeat_length=2 * count + count**2)
-    logits = hyper_connections.projections(streams, weights, text) * scale + weights.base
+    logits = projections(streams, weights.fn, text.rms_norm_eps) * scale + weights.base
     return Mixes(*normalized(logits, count, text.hc_sinkhorn_iters, text.hc_eps))
 
 
@@ -51,7 +52,7 @@ def normalized(
       pre [N, S], post [N, S] and combination [N, S, S], float32.
     """
     width = logits.shape[1]
-    return triton.stream_mixes(
+    return triton.coefficients(
         logits,
         jnp.zeros(width, jnp.float32),
         jnp.ones(3, jnp.float32),

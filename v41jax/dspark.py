@@ -11,12 +11,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.stored_rows import load_rows
 from scheduler.pools import Pools
 from v41jax.draft_parameters import DraftParameters, draft_text
 from v41jax.layers import collectives
 from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
-from v41jax.layers.hyper_connections import collapse, expand, mixes
+from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.linear import linear, product, quantize_input
 from v41jax.layers.moe import moe
 from v41jax.layers.norm import rms_norm
@@ -289,14 +290,14 @@ def draft_stage(
     """
     text, precision, kernels = draft_text(setup.config.text), setup.precision, setup.kernels
     coefficients = mixes(streams, weights.attn_mix, text, kernels)
-    normalized = rms_norm(collapse(streams, pre_mix), weights.attn_norm, text.rms_norm_eps)
-    output = _attention(weights, normalized, rows, requests, pools, ring_offset, setup)
+    inputs = sublayer_input(streams, pre_mix, weights.attn_norm, text, precision, kernels)
+    output = _attention(weights, inputs, rows, requests, pools, ring_offset, setup)
     streams = expand(output, streams, coefficients)
 
     ffn = mixes(streams, weights.ffn_mix, text, kernels)
-    normalized = rms_norm(collapse(streams, coefficients.pre), weights.ffn_norm, text.rms_norm_eps)
+    inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, kernels, routed=True)
     output, _ = moe(
-        normalized,
+        inputs,
         weights.moe,
         rows.image_rows,
         rows.batch_ids >= 0,
@@ -310,7 +311,7 @@ def draft_stage(
 
 def _attention(
     weights: LayerWeights,
-    normalized: Array,
+    inputs: QuantizedRows,
     rows: Rows,
     requests: DraftRequests,
     pools: Pools,
@@ -320,9 +321,8 @@ def _attention(
     """Context window from the ring, block keys as the entries of one small page a request."""
     text, precision, kernels = setup.config.text, setup.precision, setup.kernels
     width, count = text.dspark_block_size, requests.anchors.shape[0]
-    quantized = quantize_input(normalized, precision)
-    latent = quantize_input(query_latent(quantized, weights.attention, text, kernels), precision)
-    keys = window_rows(quantized, weights.attention, rows.plain, text, kernels)
+    latent = query_latent(inputs, weights.attention, text, precision, kernels)
+    keys = window_rows(inputs, weights.attention, rows.plain, text, kernels)
     if precision.activation_quantization:
         keys = fake_q8(keys)
     entries = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (count * width, width))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stored_rows import load_rows, ordered_after
 from scheduler.batch import BatchStep, CompressionPlan, EngramRows, TailPlan
@@ -25,9 +26,9 @@ from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, 
 from v41jax.layers.collectives import Parallel
 from v41jax.layers.compressor import OwnerMemory, compress
 from v41jax.layers.engram import embed_rows, engram
-from v41jax.layers.hyper_connections import collapse, expand, mixes
+from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.indexer import index_queries, select
-from v41jax.layers.linear import product, quantize_input
+from v41jax.layers.linear import product
 from v41jax.layers.moe import Routing, moe
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable
@@ -324,19 +325,21 @@ def run_stacked(
         return flow, pools, layer_record, entering
     slots = pools.window.shape[1]
 
-    def body(carry: tuple[Array, Array, Array], place: Array):
-        streams, pre_mix, window = carry
+    def body(carry: tuple[Array, Array, Array, Array], _: None):
+        streams, pre_mix, window, place = carry
         # Indexed here and not scanned over: a part of a run would be a copy of its weights.
         weights = layer_of_run(stacked, place)
         index = place - first + run.layers[0]
         inner = flow._replace(streams=streams, pre_mix=pre_mix)
         inner, window, routing = block(weights, run.topology, inner, pools, window, index * slots, step)
         layer_record = LayerRecord(inner.streams, inner.pre_mix, routing) if record else None
-        return (inner.streams, inner.pre_mix, window), (layer_record, stream_mean(streams) if tap else None)
+        carry = (inner.streams, inner.pre_mix, window, place + 1)
+        return carry, (layer_record, stream_mean(streams) if tap else None)
 
-    places = first + jnp.arange(len(run.layers), dtype=jnp.int32)
-    carry = (flow.streams, flow.pre_mix, pools.window)
-    (streams, pre_mix, window), (layer_record, entering) = jax.lax.scan(body, carry, places)
+    # The place is carried and not scanned over: reading it from an array would be a launch of its own on a GPU.
+    carry = (flow.streams, flow.pre_mix, pools.window, jnp.int32(first))
+    carry, (layer_record, entering) = jax.lax.scan(body, carry, length=len(run.layers))
+    streams, pre_mix, window, _ = carry
     return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
 
 
@@ -351,9 +354,10 @@ def run_layer(
     return flow, pools.replace(window=window), routing
 
 
-def attention_input(weights: LayerWeights, flow: Flow, setup: ModelSetup) -> Array:
+def attention_input(weights: LayerWeights, flow: Flow, setup: ModelSetup) -> QuantizedRows:
     """Normalized input of the attention sublayer, [N, D]; all that compression needs of a layer."""
-    return rms_norm(collapse(flow.streams, flow.pre_mix), weights.attn_norm, setup.config.text.rms_norm_eps)
+    text = setup.config.text
+    return sublayer_input(flow.streams, flow.pre_mix, weights.attn_norm, text, setup.precision, setup.kernels)
 
 
 def publish(weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: Pools, step: Step) -> Pools:
@@ -375,7 +379,7 @@ def publish(weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: P
         tail_score=None if tail is None else pools.tail_score[tail],
     )
     memory = compress(
-        attention_input(weights, flow, setup),
+        attention_input(weights, flow, setup).rounded,
         weights.compressor,
         memory,
         step.plans[topology.ratio],
@@ -445,22 +449,21 @@ def block(
     setup, rows = step.setup, step.rows
     text, precision = setup.config.text, setup.precision
     flow = engram_update(weights, topology, flow, step)
-    normalized = attention_input(weights, flow, setup)
-    quantized = quantize_input(normalized, precision)
-    kv = window_rows(quantized, weights.attention, rows.angles(topology.ratio), text, setup.kernels)
+    inputs = attention_input(weights, flow, setup)
+    kv = window_rows(inputs, weights.attention, rows.angles(topology.ratio), text, setup.kernels)
     if step.queries is not None:
         rows = step.queries.rows
-        flow, normalized, quantized = take_rows((flow, normalized, quantized), step.queries.index)
+        flow, inputs = take_rows((flow, inputs), step.queries.index)
     coefficients = mixes(flow.streams, weights.attn_mix, text, setup.kernels)
     output, flow, window = attention_sublayer(
-        weights, topology, AttentionInputs(normalized, quantized, kv, rows), flow, pools, window, ring_offset, step
+        weights, topology, AttentionInputs(inputs, kv, rows), flow, pools, window, ring_offset, step
     )
     streams = expand(output, flow.streams, coefficients)
 
     ffn = mixes(streams, weights.ffn_mix, text, setup.kernels)
-    normalized = rms_norm(collapse(streams, coefficients.pre), weights.ffn_norm, text.rms_norm_eps)
+    inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, setup.kernels, routed=True)
     output, routing = moe(
-        normalized,
+        inputs,
         weights.moe,
         rows.image_rows,
         rows.batch_ids >= 0,
@@ -477,14 +480,12 @@ class AttentionInputs(NamedTuple):
     """What the attention sublayer works on; M rows give window keys, N of them are queries.
 
     Attributes:
-      normalized: [N, D] activation dtype.
-      quantized: [N, D], the same after its Q8.
+      normalized: [N, D].
       kv: [M, d] window keys before their Q8, of `Step.rows`.
       rows: of the N queries.
     """
 
-    normalized: Array
-    quantized: Array
+    normalized: QuantizedRows
     kv: Array
     rows: Rows
 
@@ -508,8 +509,8 @@ def attention_sublayer(
     setup, requests = step.setup, step.requests
     text, precision, geometry = setup.config.text, setup.precision, setup.geometry
     kernels = setup.kernels
-    normalized, quantized, kv, rows = inputs
-    latent = quantize_input(query_latent(quantized, weights.attention, text, kernels), precision)
+    normalized, kv, rows = inputs
+    latent = query_latent(normalized, weights.attention, text, precision, kernels)
 
     owner = None
     if topology.mode is not LayerMode.WINDOW:
@@ -525,7 +526,7 @@ def attention_sublayer(
         in_forward = kv[:0]
     else:
         in_forward = fake_q8(kv) if precision.activation_quantization else kv
-    count = normalized.shape[0]
+    count = normalized.rounded.shape[0]
     nothing = Selection(jnp.zeros((count, 0), jnp.int32), jnp.zeros(count, jnp.int32))
     memory = KeyMemory(
         selection=nothing if owner is None else flow.selection,
@@ -557,18 +558,18 @@ def select_entries(
     weights: LayerWeights,
     topology: LayerTopology,
     inputs: AttentionInputs,
-    latent: Array,
+    latent: QuantizedRows,
     flow: Flow,
     pools: Pools,
     owner: int,
     step: Step,
 ) -> Flow:
-    """An index source's selection and candidates; arguments as of `attention_sublayer`, `latent` after its Q8.
+    """An index source's selection and candidates; arguments as of `attention_sublayer`, `latent` of `query_latent`.
 
     The index planes are on every `model` chip: each scores its own part of the rows, and the choices are put together.
     """
     setup = step.setup
-    rows, normalized, candidates = inputs.rows, inputs.normalized, flow.candidates
+    rows, normalized, candidates = inputs.rows, inputs.normalized.rounded, flow.candidates
     split = collectives.splits_rows(normalized.shape[0], setup.parallel)
     if split:
         rows, normalized, latent, candidates = collectives.own_rows(

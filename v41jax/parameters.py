@@ -25,6 +25,7 @@ from v41jax.layers.indexer import IndexerWeights
 from v41jax.layers.linear import LinearWeight
 from v41jax.layers.moe import FeedForwardWeights, MoeWeights, RouterWeights
 from v41jax.layers.rope import RopeTable, build_table, plain_frequencies, yarn_frequencies
+from v41jax.layers.stacks import OfRun
 from v41jax.quantization_numpy import dequantize_dense, dequantize_expert
 
 Array = jax.Array
@@ -51,8 +52,8 @@ class LayerWeights(NamedTuple):
       engram: Engram layers only.
     """
 
-    attn_norm: Array
-    ffn_norm: Array
+    attn_norm: Array | OfRun
+    ffn_norm: Array | OfRun
     attn_mix: MixWeights
     ffn_mix: MixWeights
     attention: AttentionWeights
@@ -407,22 +408,28 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     """The weights of one layer of a run.
 
-    Stored linears and routed experts stay in the run's stack (`LinearWeight.layer`, `MoeWeights.layer`): a slice of it
-    would be a copy.
+    What kernels read stays in the run's stack (`LinearWeight.layer`, `MixWeights.layer`, `OfRun`, `MoeWeights.layer`):
+    a slice of it would be a copy.
     """
     layer = jnp.asarray(place, jnp.int32)
 
     def take(tree: Any) -> Any:
-        return jax.tree.map(of_layer, tree, is_leaf=lambda leaf: isinstance(leaf, LinearWeight))
+        return jax.tree.map(of_layer, tree, is_leaf=lambda leaf: isinstance(leaf, (LinearWeight, MixWeights)))
 
-    def of_layer(leaf: LinearWeight | Array) -> LinearWeight | Array:
-        if isinstance(leaf, LinearWeight) and leaf.scales is not None:
+    def of_layer(leaf: LinearWeight | MixWeights | Array) -> LinearWeight | MixWeights | Array:
+        if isinstance(leaf, MixWeights) or (isinstance(leaf, LinearWeight) and leaf.scales is not None):
             return leaf._replace(layer=layer)
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 
     moe = stacked.moe
-    return take(stacked._replace(moe=None))._replace(
-        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer)
+    weights = take(stacked._replace(moe=None))
+    return weights._replace(
+        attn_norm=OfRun(stacked.attn_norm, layer),
+        ffn_norm=OfRun(stacked.ffn_norm, layer),
+        attention=weights.attention._replace(
+            q_norm=OfRun(stacked.attention.q_norm, layer), wo_a=OfRun(stacked.attention.wo_a, layer)
+        ),
+        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer),
     )
 
 

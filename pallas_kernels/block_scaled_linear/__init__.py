@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.block_scaled_linear import tpu, triton, xla
 
+__all__ = ["block_scaled_linear", "block_scaled_parts"]
+
 Array = jax.Array
 
 
 def block_scaled_linear(
-    x: Array, codes: Array, scales: Array, *, layer: Array | int | None = None, implementation: str = "auto"
+    x: Array,
+    codes: Array,
+    scales: Array,
+    *,
+    layer: Array | int | None = None,
+    lanes: Array | None = None,
+    implementation: str = "auto",
 ) -> Array:
     """y = x @ dequantized(codes, scales).T, widened inside the product.
 
@@ -26,6 +36,8 @@ def block_scaled_linear(
       scales: [O / 32, K / 32] uint8 E8M0 codes.
       layer: int32 scalar or int; codes and scales then have one more leading axis, layers, and the GPU kernel reads
         this one in place, without a copy of it.
+      lanes: x in the order of the GPU kernel, where that exists already (`QuantizedRows.lanes`); no other
+        implementation reads it.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -35,6 +47,74 @@ def block_scaled_linear(
       ValueError: where shapes do not fit each other, or for an unknown implementation.
       KernelUnsupportedError: "pallas" where no kernel runs.
     """
+    [product] = _products(x, [(codes, scales)], layer, lanes, False, implementation)
+    return product
+
+
+def block_scaled_parts(
+    x: Array,
+    weights: Sequence[tuple[Array, Array]],
+    *,
+    layer: Array | int | None = None,
+    lanes: Array | None = None,
+    implementation: str = "auto",
+) -> tuple[Array, ...]:
+    """`block_scaled_linear` with each of several weights of one shape, in one launch on a GPU, before its last sum.
+
+    The GPU kernel cuts the inner dimension of few rows among programs. A consumer that is a kernel itself
+    (`quantized_rows`) adds the parts up on its way.
+
+    Args:
+      x, layer, lanes, implementation: as of `block_scaled_linear`.
+      weights: codes and scales of each.
+
+    Returns:
+      [P, N, O] of each, whose float32 sum over P rounded to the activation dtype is the product; where P is 1 it may be
+      rounded already.
+
+    Raises:
+      As `block_scaled_linear`.
+    """
+    return _products(x, weights, layer, lanes, True, implementation)
+
+
+def _products(
+    x: Array,
+    weights: Sequence[tuple[Array, Array]],
+    layer: Array | int | None,
+    lanes: Array | None,
+    parts: bool,
+    implementation: str,
+) -> tuple[Array, ...]:
+    for codes, scales in weights:
+        _check(x, codes, scales, layer)
+    codes = weights[0][0]
+    if any(other.shape != codes.shape for other, _ in weights):
+        raise ValueError(f"weights of one launch need one shape; got {[other.shape for other, _ in weights]}")
+    outputs, inputs = codes.shape[-2:]
+    choice = backend.choose(
+        "block_scaled_linear",
+        implementation,
+        {
+            "triton": backend.Candidate(triton.unsupported(x, codes), triton.preferred(x.shape[0], outputs * inputs)),
+            "tpu": backend.Candidate(tpu.unsupported(x, codes), tpu.preferred(x.shape[0])),
+        },
+    )
+    if choice.implementation == "triton":
+        return triton.block_scaled_linears(x, weights, layer, lanes, parts=parts, interpret=choice.interpret)
+
+    def product(codes: Array, scales: Array) -> Array:
+        if layer is not None:
+            codes, scales = (lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in (codes, scales))
+        if choice.implementation == "tpu":
+            return tpu.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
+        return xla.block_scaled_linear(x, codes, scales)
+
+    products = tuple(product(codes, scales) for codes, scales in weights)
+    return tuple(value[None] for value in products) if parts else products
+
+
+def _check(x: Array, codes: Array, scales: Array, layer: Array | int | None) -> None:
     *stack, outputs, inputs = codes.shape
     stacked = layer is not None
     if len(stack) != stacked or scales.shape[:-2] != tuple(stack):
@@ -47,18 +127,3 @@ def block_scaled_linear(
             f"block_scaled_linear needs x [N, K], codes [O, K], scales [O/32, K/32] with O and K multiples of 32; "
             f"got x {x.shape}, codes {codes.shape}, scales {scales.shape}"
         )
-    choice = backend.choose(
-        "block_scaled_linear",
-        implementation,
-        {
-            "triton": backend.Candidate(triton.unsupported(x, codes), triton.preferred(x.shape[0], outputs * inputs)),
-            "tpu": backend.Candidate(tpu.unsupported(x, codes), tpu.preferred(x.shape[0])),
-        },
-    )
-    if choice.implementation == "triton":
-        return triton.block_scaled_linear(x, codes, scales, layer, interpret=choice.interpret)
-    if stacked:
-        codes, scales = (lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in (codes, scales))
-    if choice.implementation == "tpu":
-        return tpu.block_scaled_linear(x, codes, scales, interpret=choice.interpret)
-    return xla.block_scaled_linear(x, codes, scales)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,8 @@ def splits_for(inputs: int, outputs: int, tile_outputs: int, inner: int, program
     return -(-steps // -(-steps // wanted))
 
 
-def config_for(rows: int, inputs: int, outputs: int, generation: str) -> Config:
-    """The configuration for x [rows, inputs] and `outputs` outputs."""
+def config_for(rows: int, inputs: int, outputs: int, generation: str, weights: int = 1) -> Config:
+    """The configuration for x [rows, inputs] and `outputs` outputs of each of `weights` weights."""
     tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     rocm = generation == "rocm"
     large = inputs * outputs >= 2**24 and not rocm
@@ -57,7 +58,7 @@ def config_for(rows: int, inputs: int, outputs: int, generation: str) -> Config:
     while inner > LANE_GROUP and inner // 2 >= inputs:
         inner //= 2
     warps = 8 if large and inner == 256 else 4
-    programs = max(1, (608 if rocm else 264) // -(-rows // tile_rows))
+    programs = max(1, (608 if rocm else 264) // (weights * -(-rows // tile_rows)))
     splits = splits_for(inputs, outputs, tile_outputs, inner, programs)
     return Config(tile_outputs, tile_rows, inner, splits, warps, 1 if rocm else 3)
 
@@ -82,23 +83,21 @@ def unsupported(x: Array, codes: Array) -> str | None:
     return None
 
 
-def _kernel(
+def _product(
     x_ref: object,
     codes_ref: object,
     scales_ref: object,
-    layer_ref: object,
+    layer: Array,
     out_ref: object,
+    program: Array,
     *,
     config: Config,
-    rows: int,
     cuda: bool,
 ) -> None:
     """One tile of outputs and rows over one split of the inner dimension."""
     triton = backend.triton()
-    program = pl.program_id(0)
+    rows = x_ref.shape[0]
     _, outputs, inputs = codes_ref.shape
-    layer = layer_ref[0]
-    padded = x_ref.shape[1]
     output_tiles = -(-outputs // config.outputs)
     first_output = (program % output_tiles) * config.outputs
     split = (program // output_tiles) % config.splits
@@ -106,21 +105,25 @@ def _kernel(
     output = first_output + jnp.arange(config.outputs, dtype=jnp.int32)
     row = first_row + jnp.arange(config.rows, dtype=jnp.int32)
     near_output = jnp.minimum(output, outputs - 1)
-    steps = padded // config.splits // config.inner
+    steps = -(-inputs // (config.inner * config.splits))
+    whole = steps * config.splits * config.inner == inputs
 
     def load_x(first: Array) -> Array:
         # Rows that are not there cost no traffic.
         column = first + jnp.arange(config.inner, dtype=jnp.int32)
         shape = (config.rows, config.inner)
         place = x_ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
-        return triton.load(place, mask=jnp.broadcast_to(row[:, None] < rows, shape), other=0.0)
+        there = jnp.broadcast_to(row[:, None] < rows, shape)
+        if not whole:
+            there &= jnp.broadcast_to(column[None, :] < x_ref.shape[1], shape)
+        return triton.load(place, mask=there, other=0.0)
 
     def load(ref: object, index: Array, first: Array, count: int) -> Array:
         column = first + jnp.arange(count, dtype=jnp.int32)
         shape = (index.shape[0], count)
         leading = jnp.broadcast_to(layer, shape)
         place = ref.at[leading, jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
-        if padded == inputs:
+        if whole:
             return triton.load(place)
         return triton.load(place, mask=jnp.broadcast_to(column[None, :] < ref.shape[2], shape), other=0)
 
@@ -153,26 +156,58 @@ def block_scaled_linear(
     interpret: bool = False,
 ) -> Array:
     """See `pallas_kernels.block_scaled_linear`; `unsupported` has been asked."""
+    [product] = block_scaled_linears(x, [(codes, scales)], layer, config=config, interpret=interpret)
+    return product
+
+
+def block_scaled_linears(
+    x: Array,
+    weights: Sequence[tuple[Array, Array]],
+    layer: Array | int | None = None,
+    lanes: Array | None = None,
+    *,
+    parts: bool = False,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Array, ...]:
+    """See `pallas_kernels.block_scaled_linear`; `unsupported` has been asked."""
     if layer is None:
-        codes, scales, layer = codes[None], scales[None], 0
-    rows, inputs = x.shape
-    outputs = codes.shape[1]
+        weights, layer = [(codes[None], scales[None]) for codes, scales in weights], 0
+    (rows, inputs), count = x.shape, len(weights)
+    outputs = weights[0][0].shape[1]
     if rows == 0:
-        return jnp.zeros((0, outputs), x.dtype)
-    config = config or config_for(rows, inputs, outputs, backend.current_target().generation)
-    stride = config.inner * config.splits
-    operand = fp8_operand(x, -(-inputs // stride) * stride)
-    if codes.dtype != jnp.uint8:
-        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+        return (jnp.zeros((1, 0, outputs) if parts else (0, outputs), x.dtype),) * count
+    config = config or config_for(rows, inputs, outputs, backend.current_target().generation, count)
+    operand = fp8_operand(x, -(-inputs // LANE_GROUP) * LANE_GROUP) if lanes is None else lanes
+    operands = []
+    for codes, scales in weights:
+        operands += [codes if codes.dtype == jnp.uint8 else lax.bitcast_convert_type(codes, jnp.uint8), scales]
+    programs = -(-outputs // config.outputs) * config.splits * -(-rows // config.rows)
+    cuda = packed_instructions() and not interpret
+
+    def kernel(x_ref: object, layer_ref: object, *refs: object) -> None:
+        program, layer = pl.program_id(0), layer_ref[0]
+
+        def product(index: int) -> None:
+            codes_ref, scales_ref, out_ref = refs[2 * index], refs[2 * index + 1], refs[2 * count + index]
+            _product(x_ref, codes_ref, scales_ref, layer, out_ref, program - index * programs, config=config, cuda=cuda)
+
+        if count == 1:
+            product(0)
+            return
+        for index in range(count):
+            pl.when(lax.div(program, programs) == index)(functools.partial(product, index))
+
     shape = (rows, outputs) if config.splits == 1 else (config.splits, rows, outputs)
-    grid = -(-outputs // config.outputs) * config.splits * -(-rows // config.rows)
-    out = backend.triton_call(
-        functools.partial(_kernel, config=config, rows=rows, cuda=packed_instructions() and not interpret),
-        jax.ShapeDtypeStruct(shape, x.dtype if config.splits == 1 else jnp.float32),
-        grid=(grid,),
+    products = backend.triton_call(
+        kernel,
+        [jax.ShapeDtypeStruct(shape, x.dtype if config.splits == 1 else jnp.float32)] * count,
+        grid=(programs * count,),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
         name="block_scaled_linear",
-    )(operand, codes, scales, jnp.asarray(layer, jnp.int32).reshape(1))
-    return out if config.splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)
+    )(operand, jnp.asarray(layer, jnp.int32).reshape(1), *operands)
+    if config.splits == 1:
+        return tuple(product[None] if parts else product for product in products)
+    return tuple(product if parts else jnp.sum(product, axis=0).astype(x.dtype) for product in products)

@@ -29,6 +29,7 @@ def grouped_experts(
     quantize_hidden: bool,
     valid: Array,
     layer: Array | int | None = None,
+    codes: Array | None = None,
     implementation: str = "auto",
 ) -> Array:
     """y[n] = sum over the chosen experts e, ascending, of w2_e(Q8(round(weight * swiglu(w1_e x, w3_e x)))).
@@ -50,6 +51,8 @@ def grouped_experts(
       valid: [N] bool; rows that are False read no expert and give zeros.
       layer: int32 scalar or int; w1, w3 and w2 then have one more leading axis, layers, and this one is read in place,
         without a copy of its matrices.
+      codes: x as the GPU kernel of few rows reads it, where that exists already (`QuantizedRows.codes`); no other
+        implementation reads it.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -83,7 +86,7 @@ def grouped_experts(
     run = {
         "xla": xla.grouped_experts,
         "triton": functools.partial(
-            triton.grouped_experts, layer=0 if layer is None else layer, interpret=choice.interpret
+            triton.grouped_experts, codes=codes, layer=0 if layer is None else layer, interpret=choice.interpret
         ),
         "tpu": functools.partial(tpu.grouped_experts, interpret=choice.interpret),
     }[choice.implementation]

@@ -28,10 +28,10 @@ from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
-LEAST_WIDE = 128
+LEAST_WIDE = 192
 """Rows an expert from which on its weights are widened into memory first."""
-MOST_SPLITS = 4
-"""Cuts of the inner width of few pairs."""
+MOST_CUT, MOST_SPLITS = 48, 4
+"""(row, expert) pairs up to which the inner width is cut, and into how many parts."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
 ACTIVATED = 256
@@ -83,12 +83,12 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
         warps, outputs, most = (4, 64, 16) if generation == "rocm" else (8, 128, 16)
     else:
         rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
-        warps, outputs, most = 4, 64, 32
+        warps, outputs, most = 4, 64, 64
 
     def tile(tile_outputs: int, dims: int) -> Tile:
         step = inner(dims, most)
         steps = dims // CODES // step
-        splits = max(cut for cut in range(1, MOST_SPLITS + 1) if steps % cut == 0) if pairs <= MOST_UNSORTED else 1
+        splits = max(cut for cut in range(1, MOST_SPLITS + 1) if steps % cut == 0) if pairs <= MOST_CUT else 1
         return Tile(tile_outputs, step, warps, stages, splits)
 
     return Config(rows, tile(min(outputs, 32 * (hidden // 32)), width), tile(outputs, hidden))
@@ -256,6 +256,7 @@ def grouped_experts(
     valid: Array,
     layers: int = 1,
     layer: Array | int = 0,
+    codes: Array | None = None,
     config: Config | WideConfig | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -281,7 +282,7 @@ def grouped_experts(
     if isinstance(config, WideConfig):
         outputs = expert_outputs(*operands, experts=experts, first=layer * experts, config=config, **options)
     else:
-        outputs = _expert_outputs(*operands, config=config, **options)
+        outputs = _expert_outputs(*operands, codes=codes, config=config, **options)
     return _combine(outputs.reshape(rows, chosen, width), ids, served)
 
 
@@ -291,6 +292,7 @@ def _expert_outputs(
     blocks: Blocks,
     weights: Sequence[ExpertWeights],
     *,
+    codes: Array | None,
     chosen: int,
     config: Config,
     swiglu_limit: float,
@@ -298,7 +300,10 @@ def _expert_outputs(
     cuda: bool,
     interpret: bool,
 ) -> Array:
-    """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served."""
+    """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served.
+
+    codes: `operand_of` x where that exists already.
+    """
     gate, up, down = weights
     hidden_width, pairs = gate.packed.shape[1], blocks.pair.shape[0]
     lists = (blocks.expert, blocks.first, blocks.end, blocks.pair)
@@ -325,7 +330,7 @@ def _expert_outputs(
         hidden_width,
         "grouped_experts_hidden",
         2,
-        operand_of(x, cuda),
+        operand_of(x, cuda) if codes is None else codes,
         routing,
         *lists,
         words_of(gate.packed),

@@ -1,6 +1,6 @@
 """The routed experts of many rows for GPUs: weights are widened into memory once, then multiplied as bfloat16.
 
-A product that widens its weights does so again for every block of rows. From about a hundred rows an expert on it is
+A product that widens its weights does so again for every block of rows. From about two hundred rows an expert on it is
 cheaper to write the wide weights and read them back, for a few experts at a time so that they take little memory. A
 product then takes both operands straight from shared memory, as tensor cores need it to run at full rate.
 """
@@ -54,7 +54,7 @@ def wide_config(width: int, hidden: int, generation: str) -> WideConfig:
     inner = next(size for size in (64, 32, 16) if width % size == 0 and hidden % size == 0)
     if generation == "rocm":
         return WideConfig(64, 64, inner, 4, 1)
-    return WideConfig(128, 128, inner, 8, 3)
+    return WideConfig(128, 256, inner, 8, 3)
 
 
 def _widen_kernel(words_ref: object, scales_ref: object, first_ref: object, out_ref: object, *, cuda: bool) -> None:

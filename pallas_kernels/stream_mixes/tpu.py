@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.plane_layouts import LANES
-from pallas_kernels.stream_mixes.vectors import coefficients
+from pallas_kernels.stream_mixes import vectors
 
 Array = jax.Array
 
@@ -18,10 +18,10 @@ SUBLANES = 8
 """Of a vector register: a step takes up to `SUBLANES * LANES` rows, one register a coefficient."""
 
 
-def stream_mixes(
+def coefficients(
     z: Array, base: Array, scale: Array, *, streams: int, iterations: int, epsilon: float, interpret: Any = False
 ) -> tuple[Array, Array, Array]:
-    """See `pallas_kernels.stream_mixes`."""
+    """`pallas_kernels.stream_mixes` from normalized projections z [N, 2 S + S^2]."""
     count, width = z.shape
     sublanes = min(SUBLANES, -(-count // LANES))
     padded = -(-count // (sublanes * LANES)) * sublanes * LANES
@@ -30,7 +30,9 @@ def stream_mixes(
 
     def kernel(scale_ref, base_ref, z_ref, out_ref):
         columns = [z_ref[place] for place in range(width)]
-        values = coefficients(columns, base_ref, scale_ref, streams=streams, iterations=iterations, epsilon=epsilon)
+        values = vectors.coefficients(
+            columns, base_ref, scale_ref, streams=streams, iterations=iterations, epsilon=epsilon
+        )
         for place, value in enumerate(values):
             out_ref[place] = value
 

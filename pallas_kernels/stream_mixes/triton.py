@@ -1,24 +1,173 @@
-"""`stream_mixes` for GPUs: a row's coefficients live in the registers of one thread."""
+"""`stream_mixes` for GPUs.
+
+Few rows: `projection_parts` cuts the inner dimension among programs, and one program a row adds its parts up and
+normalizes. Many rows: XLA's product is as good, and a row's coefficients live in the registers of one thread.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.stream_mixes.vectors import coefficients
+from pallas_kernels.stream_mixes import vectors
 
 Array = jax.Array
 
 ROWS = 32
-"""Rows of one program, a warp."""
+"""Rows of one program of `coefficients`, a warp."""
+MOST_ROWS = 512
+"""Rows up to which the projections are a kernel: it is there to spare launches."""
+INNER = 256
+"""Inner dims of one program of the projections: 80 programs of a row of 4 x 5120."""
+MOST_INNER = 2**16
+"""The longest row: its parts are added up in the registers of one program."""
+PROJECTED_ROWS = (16, 64)
+"""The fewest and the most rows of one program of the projections, tiles of the tensor cores."""
+
+
+def projects(streams: Array) -> bool:
+    """Whether the projections of streams [N, S, D] are a kernel too."""
+    rows, count, width = streams.shape
+    return rows <= MOST_ROWS and streams.dtype == jnp.bfloat16 and count * width <= MOST_INNER
 
 
 def stream_mixes(
+    streams: Array,
+    fn: Array,
+    base: Array,
+    scale: Array,
+    layer: Array | int | None = None,
+    *,
+    iterations: int,
+    epsilon: float,
+    norm_epsilon: float,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """See `pallas_kernels.stream_mixes`; `projects` has been asked."""
+    rows, count, width = streams.shape
+    if layer is None:
+        fn, base, scale, layer = fn[None], base[None], scale[None], 0
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    parts = projection_parts(streams.reshape(rows, -1), fn, layer, interpret=interpret)
+    outputs, inner, triton = fn.shape[1], count * width, backend.triton()
+
+    def kernel(parts_ref, base_ref, scale_ref, layer_ref, pre_ref, post_ref, combination_ref):
+        row, place = pl.program_id(0), layer_ref[0]
+        splits, _, columns = parts_ref.shape
+        tile = (_power_of_two(splits), columns)
+        split = jnp.broadcast_to(jnp.arange(tile[0], dtype=jnp.int32)[:, None], tile)
+        column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[None, :], tile)
+        there = split < splits
+        at = parts_ref.at[jnp.where(there, split, 0), jnp.broadcast_to(row, tile), column]
+        totals = jnp.sum(triton.load(at, mask=there, other=0.0), axis=0)
+        own = jnp.arange(columns, dtype=jnp.int32)
+        sums = [jnp.sum(jnp.where(own == index, totals, 0.0)) for index in range(outputs + 1)]
+        norm = jax.lax.rsqrt(sums[outputs] / inner + norm_epsilon)
+        values = vectors.coefficients(
+            [value * norm for value in sums[:outputs]],
+            [base_ref[place, index] for index in range(outputs)],
+            [scale_ref[place, index] for index in range(3)],
+            streams=count,
+            iterations=iterations,
+            epsilon=epsilon,
+        )
+        for target, value in zip(_targets(row, count, pre_ref, post_ref, combination_ref), values, strict=True):
+            triton.store(target, value)
+
+    return backend.triton_call(
+        kernel,
+        _results(rows, count),
+        grid=(rows,),
+        num_warps=1,
+        num_stages=1,
+        interpret=interpret,
+        name="stream_mixes",
+    )(parts, base, scale, layer)
+
+
+def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = False) -> Array:
+    """Parts of the products of rows and of their sums of squares.
+
+    fn's float32 values are split into three bfloat16 values that add up to them, so that the tensor cores multiply
+    exactly; the sums are float32.
+
+    Args:
+      flat: [N, K] bfloat16.
+      fn: [layers, O, K] float32.
+      layer: [1] int32.
+      interpret: run as plain JAX operations.
+
+    Returns:
+      [splits, N, C] float32 to be summed over splits: column o < O is the product with row o, column O the sum of
+      squares, the rest nothing.
+    """
+    rows, inner = flat.shape
+    outputs = fn.shape[1]
+    columns = max(16, _power_of_two(outputs + 1))
+    fewest, most = PROJECTED_ROWS
+    tile_rows = min(most, max(fewest, _power_of_two(rows)))
+    splits, tiles = -(-inner // INNER), -(-rows // tile_rows)
+    triton = backend.triton()
+
+    def kernel(flat_ref, fn_ref, layer_ref, parts_ref):
+        program = pl.program_id(0)
+        split, tile = program % splits, program // splits
+        place = split * INNER + jnp.arange(INNER, dtype=jnp.int32)
+        row = tile * tile_rows + jnp.arange(tile_rows, dtype=jnp.int32)
+        column = jnp.arange(columns, dtype=jnp.int32)
+
+        def load(ref, index, limit, *leading):
+            shape = (index.shape[0], INNER)
+            first, last = (jnp.broadcast_to(part, shape) for part in (index[:, None], place[None, :]))
+            there = first < limit if inner % INNER == 0 else (first < limit) & (last < inner)
+            at = ref.at[(*(jnp.broadcast_to(part, shape) for part in leading), first, last)]
+            return triton.load(at, mask=there, other=0.0)
+
+        x = load(flat_ref, row, rows)
+        rest = load(fn_ref, column, outputs, layer_ref[0])
+        total = jnp.zeros((tile_rows, columns), jnp.float32)
+        for part in _bfloat16_parts(rest):
+            total = total + jnp.dot(x, part.T, preferred_element_type=jnp.float32)
+        wide = x.astype(jnp.float32)
+        squares = jnp.broadcast_to(jnp.sum(wide * wide, axis=1)[:, None], total.shape)
+        column = jnp.broadcast_to(column[None, :], total.shape)
+        row = jnp.broadcast_to(row[:, None], total.shape)
+        # Lanes that are not stored get an index past the end: interpret mode writes their old value there.
+        at = parts_ref.at[jnp.full(total.shape, split), jnp.where(row < rows, row, rows), column]
+        triton.store(at, jnp.where(column == outputs, squares, total), mask=row < rows)
+
+    return backend.triton_call(
+        kernel,
+        jax.ShapeDtypeStruct((splits, rows, columns), jnp.float32),
+        grid=(splits * tiles,),
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        name="stream_projections",
+    )(flat, fn, layer)
+
+
+def _bfloat16_parts(value: Array) -> list[Array]:
+    """Three bfloat16 arrays whose sum is the float32 `value` (exactly, above 2^-110)."""
+    parts = []
+    for _ in range(3):
+        # The upper half of the bits: a cast that is widened again may be removed.
+        bits = jax.lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(-0x10000)
+        upper = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(upper.astype(jnp.bfloat16))
+        value = value - upper
+    return parts
+
+
+def coefficients(
     z: Array, base: Array, scale: Array, *, streams: int, iterations: int, epsilon: float, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """See `pallas_kernels.stream_mixes`."""
+    """The same from normalized projections z [N, 2 S + S^2], with base [2 S + S^2] and scale [3]."""
     count, width = z.shape
     triton = backend.triton()
 
@@ -27,21 +176,38 @@ def stream_mixes(
         live = row < count
         near = jnp.where(live, row, 0)
         columns = [triton.load(z_ref.at[near, place]) for place in range(width)]
-        values = coefficients(columns, base_ref, scale_ref, streams=streams, iterations=iterations, epsilon=epsilon)
+        values = vectors.coefficients(
+            columns, base_ref, scale_ref, streams=streams, iterations=iterations, epsilon=epsilon
+        )
         # Lanes that are not stored get an index past the end: interpret mode writes their old value there.
         far = jnp.where(live, row, count)
-        places = [ref.at[far, stream] for ref in (pre_ref, post_ref) for stream in range(streams)]
-        places += [combination_ref.at[far, source, to] for source in range(streams) for to in range(streams)]
-        for place, value in zip(places, values, strict=True):
-            triton.store(place, value, mask=live)
+        for target, value in zip(_targets(far, streams, pre_ref, post_ref, combination_ref), values, strict=True):
+            triton.store(target, value, mask=live)
 
-    shapes = ((count, streams), (count, streams), (count, streams, streams))
     return backend.triton_call(
         kernel,
-        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        _results(count, streams),
         grid=(-(-count // ROWS),),
         num_warps=1,
         num_stages=1,
         interpret=interpret,
         name="stream_mixes",
     )(z, base, scale)
+
+
+def _results(rows: int, streams: int) -> Sequence[jax.ShapeDtypeStruct]:
+    shapes = ((rows, streams), (rows, streams), (rows, streams, streams))
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def _targets(row: Array, streams: int, pre_ref: object, post_ref: object, combination_ref: object) -> list:
+    """Where the coefficients of `row` go, in the order of `vectors.coefficients`."""
+    # NumPy's, because the interpreter of Pallas asks every index for its shape.
+    each = [np.int32(stream) for stream in range(streams)]
+    places = [ref.at[row, stream] for ref in (pre_ref, post_ref) for stream in each]
+    return places + [combination_ref.at[row, source, to] for source in each for to in each]
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is not less than `size`."""
+    return 1 << (size - 1).bit_length()

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.quantized_rows import xla as rows
 from v41jax.comparison.jax_subject import JaxSubject
-from v41jax.layers import attention, compressor, hyper_connections, indexer, moe
+from v41jax.layers import attention, compressor, hyper_connections, indexer
 
 Plant = Callable[[pytest.MonkeyPatch, JaxSubject], None]
 
@@ -97,7 +98,7 @@ def missing_clamp(patch, subject):
     def make(function):
         return lambda gate, up, limit: function(gate, up, 0.0)
 
-    _replace(patch, moe, "swiglu", make)
+    _replace(patch, rows, "swiglu", make)
 
 
 def swapped_hash_columns(patch, subject):

@@ -97,6 +97,11 @@ def gpu_builds() -> Iterator[Build]:
             linear_triton.block_scaled_linear,
             linear_arguments(rows, outputs, inputs),
         )
+    yield Build("block_scaled_linear of two weights, 1 rows", _pair, linear_arguments(1, EXPERT_WIDTH, HIDDEN_WIDTH))
+
+
+def _pair(x: Any, codes: Any, scales: Any) -> tuple:
+    return linear_triton.block_scaled_linears(x, [(codes, scales), (codes, scales)], parts=True)
 
 
 def tpu_builds() -> Iterator[Build]:

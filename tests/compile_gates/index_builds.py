@@ -105,20 +105,41 @@ def write_arguments(keys: int, index_format: str) -> tuple:
     )
 
 
-def mixes_build(function: Callable[..., Any], rows: int) -> Build:
-    """One of the kernels of `stream_mixes`."""
+MIXED = {"iterations": 20, "epsilon": 1e-6}
+
+
+def coefficients_build(function: Callable[..., Any], rows: int) -> Build:
+    """One of the kernels of `stream_mixes` that start from projections."""
     streams = 4
     width = 2 * streams + streams**2
     return Build(
-        f"stream_mixes {rows} rows",
-        functools.partial(function, streams=streams, iterations=20, epsilon=1e-6),
+        f"stream_mixes of projections, {rows} rows",
+        functools.partial(function, streams=streams, **MIXED),
         (shape((rows, width), jnp.float32), shape((width,), jnp.float32), shape((3,), jnp.float32)),
+    )
+
+
+def mixes_build(rows: int) -> Build:
+    """`stream_mixes` from the streams, of one layer of ten."""
+    layers, streams, width = 10, 4, 5120
+    outputs = 2 * streams + streams**2
+    weights = ((layers, outputs, streams * width), (layers, outputs), (layers, 3))
+    return Build(
+        f"stream_mixes {rows} rows",
+        functools.partial(mixes_triton.stream_mixes, norm_epsilon=1e-20, **MIXED),
+        (
+            shape((rows, streams, width), jnp.bfloat16),
+            *(shape(dimensions, jnp.float32) for dimensions in weights),
+            shape((), jnp.int32),
+        ),
     )
 
 
 def gpu_builds() -> Iterator[Build]:
     """Every Triton-route kernel of these operations."""
-    yield mixes_build(mixes_triton.stream_mixes, 64)
+    yield mixes_build(1)
+    yield mixes_build(64)
+    yield coefficients_build(mixes_triton.coefficients, 4096)
     for index_format in ("fp8", "fp4"):
         for rows, requests, page_rows in ((64, 64, 128), (64, 64, 64), (4096, 1, 128)):
             yield Build(
@@ -156,7 +177,7 @@ def gpu_builds() -> Iterator[Build]:
 
 def tpu_builds() -> Iterator[Build]:
     """Every Mosaic kernel of these operations; pages of 64 rows are in the TPU layout."""
-    yield mixes_build(mixes_tpu.stream_mixes, 4096)
+    yield coefficients_build(mixes_tpu.coefficients, 4096)
     for index_format in ("fp8", "fp4"):
         for rows, requests, page_rows in ((64, 64, 128), (64, 64, 64), (4096, 1, 128)):
             planes = plane(index_format) if page_rows == PAGE_ROWS else lanes_plane(index_format, page_rows)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from v41jax.layers.moe import RouterWeights, route, swiglu
+from pallas_kernels.quantized_rows.xla import swiglu
+from v41jax.layers.moe import RouterWeights, route
 from v41jax.presets import preset
 
 TEXT = dataclasses.replace(preset("v4.1-flash").text, num_experts_per_tok=2, n_routed_experts=4)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.block_scaled_linear import block_scaled_linear, tpu, triton, xla
+from pallas_kernels.block_scaled_linear import block_scaled_linear, block_scaled_parts, tpu, triton, xla
+from pallas_kernels.triton_widening import fp8_operand
 from v41jax import quantization_numpy as quantization
 
 
@@ -76,6 +77,24 @@ def test_gpu_kernel_of_any_shape_through_the_public_call(rows, inputs, outputs):
     x, codes, scales, expected = linear_case(rows, rows, 32 * inputs, 32 * outputs, jnp.bfloat16)
     run = functools.partial(block_scaled_linear, implementation="pallas")
     assert_product(jax.jit(run)(x, codes, scales), expected, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("inputs", [96, 320])
+def test_parts_of_several_weights_add_up_to_their_products(inputs, implementation):
+    x, codes, scales, expected = linear_case(0, 5, inputs, 64, jnp.bfloat16)
+    others = jnp.flip(codes, axis=0)
+    stacks = [(jnp.stack([codes * 0, part]), jnp.stack([scales, power])) for part, power in ((codes, scales),)]
+    stacks.append((jnp.stack([codes * 0, others]), jnp.stack([scales, jnp.flip(scales, axis=0)])))
+    call = functools.partial(block_scaled_parts, implementation=implementation)
+    found = jax.jit(call)(x, stacks, layer=jnp.int32(1))
+    lanes = fp8_operand(x, -(-inputs // 64) * 64)
+    ordered = jax.jit(call)(x * jnp.nan if implementation == "pallas" else x, stacks, layer=jnp.int32(1), lanes=lanes)
+    for parts, again, wanted in zip(found, ordered, (expected, expected[:, ::-1]), strict=True):
+        assert_product(jnp.sum(parts.astype(jnp.float32), axis=0).astype(jnp.bfloat16), wanted, jnp.bfloat16)
+        np.testing.assert_array_equal(parts, again)
+    with pytest.raises(ValueError, match=r"need one shape; got \[\(64, \d+\), \(32, \d+\)\]"):
+        call(x, [(codes, scales), (codes[:32], scales[:1])])
 
 
 @pytest.mark.parametrize("generation", ["cuda", "rocm"])

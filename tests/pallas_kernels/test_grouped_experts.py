@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
 from pallas_kernels.grouped_experts import ExpertWeights, blocks, dense, grouped_experts, tpu, triton, triton_wide, xla
+from pallas_kernels.grouped_experts.triton_parts import operand_of
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
 
@@ -143,13 +144,21 @@ def test_wide_weights_of_a_few_experts_of_one_layer_at_a_time(monkeypatch):
 
 def test_many_rows_an_expert_take_wide_weights():
     assert isinstance(triton.config_for(4096 * 6, 96, 5120, 2304, "cuda"), triton_wide.WideConfig)
-    assert isinstance(triton.config_for(1024 * 6, 96, 5120, 2304, "cuda"), triton.Config)
+    assert isinstance(triton.config_for(2048 * 6, 96, 5120, 2304, "cuda"), triton.Config)
 
 
 def test_few_pairs_of_the_release_are_cut_among_programs():
     few, many = (triton.config_for(pairs, 96, 5120, 2304, "cuda") for pairs in (6, 384))
     assert few.hidden.splits > 1 and few.down.splits > 1 and many.hidden.splits == many.down.splits == 1
     assert 5120 // 4 % (few.hidden.inner * few.hidden.splits) == 0 == 2304 // 4 % (few.down.inner * few.down.splits)
+
+
+def test_gpu_kernel_reads_rows_that_are_in_its_order():
+    case = expert_case(2, rows=5, experts=4, chosen=2, hidden=64, dtype=jnp.bfloat16)
+    x, *others = case.arrays()
+    call = functools.partial(grouped_experts, swiglu_limit=10.0, quantize_hidden=True, implementation="pallas")
+    ordered = jax.jit(call)(x * jnp.nan, *others, valid=jnp.asarray(case.valid), codes=operand_of(x, cuda=False))
+    assert_meaning(np.asarray(ordered), case)
 
 
 def test_gpu_kernel_orders_many_pairs_by_sorting(monkeypatch):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.stream_mixes.xla import stream_mixes
+from pallas_kernels.stream_mixes.xla import coefficients
 from training.mixing import normalized
 
 
@@ -23,7 +23,7 @@ def test_values_and_derivatives_are_those_of_the_definition(rows: int, streams: 
 
     def definition(z):
         zero, one = jnp.zeros(width, jnp.float32), jnp.ones(3, jnp.float32)
-        return stream_mixes(z, zero, one, streams=streams, iterations=iterations, epsilon=1e-6)
+        return coefficients(z, zero, one, streams=streams, iterations=iterations, epsilon=1e-6)
 
     expected, reverse = jax.vjp(definition, logits)
     made, reverse_made = jax.vjp(lambda z: normalized(z, streams, iterations, 1e-6, True), logits)

@@ -39,11 +39,12 @@ def _result(name: str) -> Take:
     return lambda call, args, kwargs, result: {name: result}
 
 
-def _argument(position: int, name: str, call_number: int | None = None) -> Take:
-    def take(call: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
-        return {name: args[position]} if call_number in (None, call) else {}
+def _rounded(name: str) -> Take:
+    return lambda call, args, kwargs, result: {name: result.rounded}
 
-    return take
+
+def _argument(position: int, name: str) -> Take:
+    return lambda call, args, kwargs, result: {name: args[position]}
 
 
 def _mixes(call: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
@@ -80,18 +81,18 @@ def _router(call: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _moe(call: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
-    return {"ffn_input": args[0], "ffn_output": result[0]}
+    return {"ffn_input": args[0].rounded, "ffn_output": result[0]}
 
 
 TAPS: tuple[Tap, ...] = (
     Tap(engram, "gates", _result("engram_gates")),
     Tap(model, "engram_update", lambda call, args, kwargs, result: {"mixed_streams": result.streams}),
-    Tap(model, "attention_input", _result("attention_input")),
+    Tap(model, "attention_input", _rounded("attention_input")),
     Tap(compressor, "encode_main", _argument(0, "compressed_kv")),
     Tap(compressor, "encode_index_key", _argument(0, "index_key")),
     Tap(model, "window_rows", _result("window_kv")),
     Tap(model, "mixes", _mixes),
-    Tap(model, "query_latent", _result("low_rank_query")),
+    Tap(model, "query_latent", _rounded("low_rank_query")),
     Tap(
         model,
         "index_queries",
@@ -101,13 +102,13 @@ TAPS: tuple[Tap, ...] = (
     Tap(indexer, "candidate_scores", _candidate_scores),
     Tap(model, "select", _select),
     Tap(attention, "sparse_attention", _sparse_attention),
-    Tap(attention, "quantize_input", _argument(0, "grouped_output")),
+    Tap(attention, "summed_rows", _rounded("grouped_output")),
     Tap(model, "attend", _attend),
     Tap(model, "expand", _expand),
     Tap(moe, "product", _result("router_logits")),
     Tap(moe, "route", _router),
     Tap(moe, "grouped_experts", _result("routed_output")),
-    Tap(moe, "quantize_input", _argument(0, "shared_hidden", call_number=1)),
+    Tap(moe, "gated_rows", _rounded("shared_hidden")),
     Tap(moe, "shared_expert", _result("shared_output")),
     Tap(model, "moe", _moe),
 )

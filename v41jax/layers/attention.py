@@ -11,14 +11,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rounding import round_to
+from pallas_kernels.grouped_linear import grouped_linear
+from pallas_kernels.quantized_rows import QuantizedRows, normalized_rows, summed_rows
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.stored_rows import store_rows
 from v41jax.config import TextConfig
-from v41jax.layers.linear import LinearWeight, linear, quantize_input
+from v41jax.layers.linear import LinearWeight, linear, linear_parts
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable, rotate
 from v41jax.layers.rows import Requests, Rows
+from v41jax.layers.stacks import OfRun, stack_and_layer
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8, quantize_q8
 
@@ -40,12 +42,12 @@ class AttentionWeights(NamedTuple):
     """
 
     sink: Array
-    q_norm: Array
+    q_norm: Array | OfRun
     kv_norm: Array
     wq_a: LinearWeight
     wq_b: LinearWeight
     wkv: LinearWeight
-    wo_a: Array
+    wo_a: Array | OfRun
     wo_b: LinearWeight
 
 
@@ -77,16 +79,28 @@ class KeyMemory(NamedTuple):
     ring_offset: Array
 
 
-def query_latent(quantized: Array, weights: AttentionWeights, text: TextConfig, kernels: str) -> Array:
-    """The shared query latent `qr`, before its Q8: [N, D] quantized input -> [N, rq] activation dtype."""
-    return rms_norm(linear(quantized, weights.wq_a, kernels), weights.q_norm, text.rms_norm_eps)
+def query_latent(
+    inputs: QuantizedRows, weights: AttentionWeights, text: TextConfig, precision: Precision, kernels: str
+) -> QuantizedRows:
+    """The shared query latent `qr`: [N, D] input -> [N, rq]."""
+    weight, layer = stack_and_layer(weights.q_norm)
+    [product] = linear_parts(inputs, [weights.wq_a], kernels)
+    return normalized_rows(
+        product,
+        weight,
+        layer=layer,
+        epsilon=text.rms_norm_eps,
+        quantize=precision.activation_quantization,
+        dtype=inputs.quantized.dtype,
+        implementation=kernels,
+    )
 
 
 def window_rows(
-    quantized: Array, weights: AttentionWeights, angles: RopeTable, text: TextConfig, kernels: str
+    inputs: QuantizedRows | Array, weights: AttentionWeights, angles: RopeTable, text: TextConfig, kernels: str
 ) -> Array:
-    """Window keys before their Q8: [N, D] quantized input -> [N, d] activation dtype, rotated."""
-    latent = rms_norm(linear(quantized, weights.wkv, kernels), weights.kv_norm, text.rms_norm_eps)
+    """Window keys before their Q8: [N, D] input, after its Q8 -> [N, d] activation dtype, rotated."""
+    latent = rms_norm(linear(inputs, weights.wkv, kernels), weights.kv_norm, text.rms_norm_eps)
     return rotate(latent, angles)
 
 
@@ -115,7 +129,7 @@ def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: 
 
 
 def attend(
-    query_latent_quantized: Array,
+    latent: QuantizedRows,
     kv: Array,
     weights: AttentionWeights,
     rows: Rows,
@@ -132,7 +146,7 @@ def attend(
     """Queries, attention and output projection (model specification, "Attention").
 
     Args:
-      query_latent_quantized: [N, rq], `qr` after its Q8.
+      latent: [N, rq], `qr`.
       kv: [M, d] activation dtype, this forward's window rows as their consumers see them (after Q8).
       weights: of the layer.
       rows: of the N query rows; `in_forward_row` indexes `kv`.
@@ -148,10 +162,9 @@ def attend(
     Returns:
       [N, D] activation dtype; on a mesh this chip's part of a sum over `model`.
     """
-    count = query_latent_quantized.shape[0]
     angles = rows.angles(ratio)
-    query = linear(query_latent_quantized, weights.wq_b, kernels)
-    query = rotate(query.reshape(count, -1, text.head_dim), angles)
+    query = linear(latent, weights.wq_b, kernels)
+    query = rotate(query.reshape(query.shape[0], -1, text.head_dim), angles)
     output = sparse_attention(
         query,
         weights.sink,
@@ -180,16 +193,11 @@ def attend(
 
 def project_output(heads: Array, weights: AttentionWeights, precision: Precision, kernels: str) -> Array:
     """Grouped low-rank output projection: [N, H, d] -> [N, D], activation dtype."""
-    groups = weights.wo_a.shape[0]
-    grouped = heads.reshape(heads.shape[0], groups, -1)
-    if grouped.dtype == jnp.bfloat16 and weights.wo_a.dtype == jnp.bfloat16:
-        low = jnp.einsum("ngi,goi->ngo", grouped, weights.wo_a, preferred_element_type=jnp.float32)
-    else:
-        low = jnp.einsum(
-            "ngi,goi->ngo",
-            grouped.astype(jnp.float32),
-            weights.wo_a.astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-    low = round_to(low, heads.dtype).reshape(heads.shape[0], -1)
-    return linear(quantize_input(low, precision), weights.wo_b, kernels)
+    weight, layer = stack_and_layer(weights.wo_a)
+    grouped = heads.reshape(heads.shape[0], weight.shape[-3], -1)
+    # A widened weight of a comparison has no kernel, and is no reason to refuse the others.
+    supported = grouped.dtype == jnp.bfloat16 and weight.dtype == jnp.bfloat16
+    parts = grouped_linear(grouped, weight, layer=layer, implementation=kernels if supported else "xla")
+    quantize = precision.activation_quantization
+    rows = summed_rows(parts, quantize=quantize, dtype=heads.dtype, implementation=kernels)
+    return linear(rows, weights.wo_b, kernels)

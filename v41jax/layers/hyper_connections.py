@@ -1,7 +1,7 @@
 """Single-pass (delayed) hyper-connections: how `S` residual streams feed a sublayer and take its output back.
 
 `post` and `combination` are used by the sublayer that computed them, `pre` by the next one. Everything here is
-float32 between the roundings of `collapse` and `expand`.
+float32 between the roundings of `collapse` and `expand`. `collapse` is defined where its kernel is.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_rows import QuantizedRows, collapsed_rows
+from pallas_kernels.quantized_rows.xla import collapse
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stream_mixes import stream_mixes
 from v41jax.config import TextConfig
-from v41jax.layers.linear import product
+from v41jax.layers.stacks import OfRun, stack_and_layer
+from v41jax.precision import Precision
+
+__all__ = ["MixWeights", "Mixes", "collapse", "expand", "mixes", "sublayer_input"]
 
 Array = jax.Array
 
@@ -26,11 +31,14 @@ class MixWeights(NamedTuple):
       fn: [2 S + S^2, S D], rows of pre, post and combination.
       base: [2 S + S^2].
       scale: [3], of pre, post and combination.
+      layer: int32 scalar, which layer of its run this is, where the arrays still hold the whole run, [layers, ...];
+        None when they hold one layer.
     """
 
     fn: Array
     base: Array
     scale: Array
+    layer: Array | None = None
 
 
 class Mixes(NamedTuple):
@@ -54,39 +62,55 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -
       streams: [N, S, D] activation dtype.
       weights: of the sublayer.
       text: configuration.
-      kernels: implementation of the operation on the projections.
+      kernels: implementation of the operation.
     """
     return Mixes(
         *stream_mixes(
-            projections(streams, weights, text),
+            streams,
+            weights.fn,
             weights.base,
             weights.scale,
-            streams=streams.shape[1],
+            layer=weights.layer,
             iterations=text.hc_sinkhorn_iters,
             epsilon=text.hc_eps,
+            norm_epsilon=text.rms_norm_eps,
             implementation=kernels,
         )
     )
 
 
-def projections(streams: Array, weights: MixWeights, text: TextConfig) -> Array:
-    """What the coefficients are made of: streams [N, S, D], normalized over all of them -> [N, 2 S + S^2] float32."""
-    flat = streams.reshape(streams.shape[0], -1)
-    norm = jax.lax.rsqrt(jnp.mean(jnp.square(flat.astype(jnp.float32)), axis=-1, keepdims=True) + text.rms_norm_eps)
-    return product(flat, weights.fn) * norm
-
-
-def collapse(streams: Array, pre_mix: Array) -> Array:
-    """Weighted sum of the residual streams, the input of the next sublayer.
+def sublayer_input(
+    streams: Array,
+    pre_mix: Array,
+    norm: Array | OfRun,
+    text: TextConfig,
+    precision: Precision,
+    kernels: str,
+    *,
+    routed: bool = False,
+) -> QuantizedRows:
+    """The collapsed and normalized streams, what a sublayer reads.
 
     Args:
       streams: [N, S, D] activation dtype.
       pre_mix: weights from the previous sublayer, [N, S] float32.
-
-    Returns:
-      [N, D] activation dtype; the sum is float32 and rounded once.
+      norm: [D], of the sublayer.
+      text: configuration.
+      precision: rounding choices.
+      kernels: implementation of the operation.
+      routed: routed experts are among the readers.
     """
-    return round_to(jnp.sum(streams.astype(jnp.float32) * pre_mix[:, :, None], axis=1), streams.dtype)
+    weight, layer = stack_and_layer(norm)
+    return collapsed_rows(
+        streams,
+        pre_mix,
+        weight,
+        layer=layer,
+        epsilon=text.rms_norm_eps,
+        quantize=precision.activation_quantization,
+        codes=routed,
+        implementation=kernels,
+    )
 
 
 def expand(output: Array, streams: Array, coefficients: Mixes) -> Array:

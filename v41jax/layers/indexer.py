@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.candidate_scores import candidate_scores
 from pallas_kernels.index_scores import index_scores
+from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.rounding import round_to
 from pallas_kernels.select_candidates import select_candidates
 from pallas_kernels.select_topk import select_topk
@@ -43,7 +44,7 @@ class IndexerWeights(NamedTuple):
 
 def index_queries(
     normalized: Array,
-    query_latent_quantized: Array,
+    latent: QuantizedRows | Array,
     weights: IndexerWeights,
     rows: Rows,
     ratio: int,
@@ -54,7 +55,7 @@ def index_queries(
 
     Args:
       normalized: [N, D] activation dtype, input of the attention sublayer.
-      query_latent_quantized: [N, rq], `qr` after its Q8.
+      latent: [N, rq], `qr` after its Q8.
       weights: of the source.
       rows: of the N rows.
       ratio: of the layer.
@@ -66,7 +67,7 @@ def index_queries(
       head weights [N, Hi] float32, rounded to the activation dtype and scaled by `I^-0.5 Hi^-0.5`.
     """
     dtype = normalized.dtype
-    query = linear(query_latent_quantized, weights.wq_b, kernels)
+    query = linear(latent, weights.wq_b, kernels)
     query = query.reshape(query.shape[0], text.index_n_heads, text.index_head_dim)
     scale = text.index_head_dim**-0.5 * text.index_n_heads**-0.5
     head_weights = round_to(product(normalized, weights.weights_proj), dtype)

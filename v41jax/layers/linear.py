@@ -6,6 +6,7 @@ property of its `LinearWeight`, so that a layer is written once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import slow_alone
-from pallas_kernels.block_scaled_linear import block_scaled_linear
+from pallas_kernels.block_scaled_linear import block_scaled_linear, block_scaled_parts
+from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.rounding import round_to
 from v41jax.precision import Precision
 from v41jax.quantization import fake_q8
@@ -71,17 +73,29 @@ def quantize_input(x: Array, precision: Precision) -> Array:
     return fake_q8(x) if precision.activation_quantization else x
 
 
-def linear(x: Array, weight: LinearWeight, kernels: str) -> Array:
-    """An FP8 linear of an input that `quantize_input` has seen (model specification, "Quantized GEMM").
+def linear(x: Array | QuantizedRows, weight: LinearWeight, kernels: str) -> Array:
+    """An FP8 linear (model specification, "Quantized GEMM").
 
     Args:
-      x: [N, K] activation dtype.
+      x: [N, K], an input that `quantize_input` has seen, or rows with it.
       weight: [O, K].
       kernels: implementation of the operation on stored codes.
 
     Returns:
       [N, O] in the dtype of `x`.
     """
+    rows, lanes = (x.quantized, x.lanes) if isinstance(x, QuantizedRows) else (x, None)
     if weight.scales is None:
-        return round_to(product(x, weight.values), x.dtype)
-    return block_scaled_linear(x, weight.values, weight.scales, layer=weight.layer, implementation=kernels)
+        return round_to(product(rows, weight.values), rows.dtype)
+    return block_scaled_linear(
+        rows, weight.values, weight.scales, layer=weight.layer, lanes=lanes, implementation=kernels
+    )
+
+
+def linear_parts(x: QuantizedRows, weights: Sequence[LinearWeight], kernels: str) -> tuple[Array, ...]:
+    """`linear` with weights of one shape and run, as parts [P, N, O] for a consumer that adds them up and rounds
+    (`block_scaled_parts`)."""
+    if any(weight.scales is None for weight in weights):
+        return tuple(linear(x, weight, kernels)[None] for weight in weights)
+    stored = [(weight.values, weight.scales) for weight in weights if weight.scales is not None]
+    return block_scaled_parts(x.quantized, stored, layer=weights[0].layer, lanes=x.lanes, implementation=kernels)

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
+from pallas_kernels.quantized_rows import QuantizedRows, gated_rows
 from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
 from v41jax.layers import expert_exchange
 from v41jax.layers.collectives import ONE_CHIP, Parallel, exchanges_rows, first_expert, sum_over_model
 from v41jax.layers.exchange_rule import decide
-from v41jax.layers.linear import LinearWeight, linear, product, quantize_input
+from v41jax.layers.linear import LinearWeight, linear, linear_parts, product
 from v41jax.precision import Precision
 
 Array = jax.Array
@@ -101,28 +102,22 @@ def route(normalized: Array, weights: RouterWeights, image_rows: Array, text: Te
     return Routing(experts, chosen * text.routed_scaling_factor)
 
 
-def swiglu(gate: Array, up: Array, limit: float) -> Array:
-    """`silu(gate) * up` with the released clamps, float32; a limit <= 0 disables them."""
-    gate = gate.astype(jnp.float32)
-    up = up.astype(jnp.float32)
-    if limit > 0:
-        gate = jnp.minimum(gate, limit)
-        up = jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(gate) * up
-
-
 def shared_expert(
-    quantized: Array, weights: FeedForwardWeights, text: TextConfig, precision: Precision, kernels: str
+    rows: QuantizedRows, weights: FeedForwardWeights, text: TextConfig, precision: Precision, kernels: str
 ) -> Array:
-    """The expert every row runs: [N, D] quantized input -> [N, D] activation dtype."""
-    gate = linear(quantized, weights.w1, kernels)
-    up = linear(quantized, weights.w3, kernels)
-    hidden = round_to(swiglu(gate, up, text.swiglu_limit), quantized.dtype)
-    return linear(quantize_input(hidden, precision), weights.w2, kernels)
+    """The expert every row runs: [N, D] input -> [N, D] activation dtype."""
+    hidden = gated_rows(
+        *linear_parts(rows, (weights.w1, weights.w3), kernels),
+        limit=text.swiglu_limit,
+        quantize=precision.activation_quantization,
+        dtype=rows.quantized.dtype,
+        implementation=kernels,
+    )
+    return linear(hidden, weights.w2, kernels)
 
 
 def moe(
-    normalized: Array,
+    rows: QuantizedRows,
     weights: MoeWeights,
     image_rows: Array,
     valid: Array,
@@ -135,7 +130,7 @@ def moe(
     """Routed and shared experts of every row.
 
     Args:
-      normalized: [N, D] activation dtype, the FFN sublayer's normalized input.
+      rows: [N, D], the FFN sublayer's input.
       weights: of the layer.
       image_rows: [N] bool.
       valid: [N] bool, False for padding, which reads no routed expert.
@@ -148,18 +143,17 @@ def moe(
       [N, D] activation dtype (float32 sum in ascending expert id, then the shared expert, one rounding), and the
       routing.
     """
-    routing = route(normalized, weights.router, image_rows, text)
-    quantized = quantize_input(normalized, precision)
+    routing = route(rows.rounded, weights.router, image_rows, text)
     routed = routed_experts(
-        quantized, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
+        rows, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
     )
-    shared = shared_expert(quantized, weights.shared, text, precision, kernels)
+    shared = shared_expert(rows, weights.shared, text, precision, kernels)
     total = sum_over_model(routed + shared.astype(jnp.float32), parallel)
-    return round_to(total, normalized.dtype), routing
+    return round_to(total, rows.rounded.dtype), routing
 
 
 def routed_experts(
-    quantized: Array,
+    inputs: QuantizedRows,
     routing: Routing,
     weights: MoeWeights,
     valid: Array,
@@ -176,7 +170,7 @@ def routed_experts(
     """
     held, width = weights.experts.w1.values.shape[0 if weights.layer is None else 1 :][:2]
 
-    def serve(rows: Array, chosen: Array, factors: Array, valid: Array) -> Array:
+    def serve(rows: Array, chosen: Array, factors: Array, valid: Array, codes: Array | None = None) -> Array:
         return grouped_experts(
             rows,
             chosen,
@@ -188,23 +182,25 @@ def routed_experts(
             quantize_hidden=precision.activation_quantization,
             valid=valid,
             layer=weights.layer,
+            codes=codes,
             implementation=kernels,
         )
 
+    rows = inputs.quantized
     if not exchanges_rows(parallel):
-        return serve(quantized, routing.experts - first_expert(held, parallel), routing.weights, valid)
+        return serve(rows, routing.experts - first_expert(held, parallel), routing.weights, valid, inputs.codes)
     exchange = decide(
         parallel,
-        quantized.shape[0],
+        rows.shape[0],
         top_k=text.num_experts_per_tok,
         held=held,
         width=text.hidden_size,
         expert_width=width,
-        activation_bytes=quantized.dtype.itemsize,
+        activation_bytes=rows.dtype.itemsize,
         quantized=precision.activation_quantization,
     )
     backend.record("expert_exchange", exchange.describe(parallel))
-    operands = (quantized, routing.experts, routing.weights, valid, serve)
+    operands = (rows, routing.experts, routing.weights, valid, serve)
     if not exchange.ragged:
         return expert_exchange.gathered(
             *operands, held=held, quantized=precision.activation_quantization, parallel=parallel

@@ -1,0 +1,264 @@
+"""`quantized_rows` for GPUs: one program a row, which stays in registers from its parts to its quantized values.
+
+What is computed (functions on blocks of columns) is apart from how columns are fetched and stored. A block of columns
+is [groups, 32], so that a group of Q8 is a row of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.arithmetic import (
+    Q8_FLOOR,
+    Q8_GROUP,
+    RECIPROCAL_448,
+    bits_from_float,
+    float_from_bits,
+    round_to_bfloat16,
+    round_to_e4m3,
+)
+from pallas_kernels.grouped_experts.triton_parts import place_by_code
+from pallas_kernels.grouped_experts.widening import CODES, OPERAND_POWER
+from pallas_kernels.quantized_rows.types import QuantizedRows
+from pallas_kernels.triton_widening import LANE_GROUP, packed_instructions, place_in_lanes
+
+Array = jax.Array
+
+MOST_ROWS = 512
+"""Rows up to which `auto` takes the kernel. It is there to spare launches: XLA's fusions of many rows move no more."""
+MOST_WIDTH = 2**14
+"""The widest row: all of it lies in the registers of one program."""
+BLOCK = 1024
+"""Columns of a block."""
+WARPS = 8
+FLOOR_BITS = int(np.float32(Q8_FLOOR).view(np.int32))
+
+
+def preferred(rows: int) -> bool:
+    """Whether `auto` takes the kernel for `rows` rows."""
+    return rows <= MOST_ROWS
+
+
+def unsupported(width: int, quantize: bool) -> str | None:
+    """Why the kernel cannot make rows of `width`, or None."""
+    if width > MOST_WIDTH:
+        return f"rows of {width} are wider than {MOST_WIDTH}"
+    if quantize and width % Q8_GROUP:
+        return f"rows of {width} are not whole groups of {Q8_GROUP}"
+    return None
+
+
+def collapsed_rows(
+    streams: Array,
+    pre_mix: Array,
+    weight: Array,
+    layer: Array | int | None = None,
+    *,
+    epsilon: float,
+    quantize: bool,
+    codes: bool = False,
+    interpret: bool = False,
+) -> QuantizedRows:
+    """See `pallas_kernels.quantized_rows`; `unsupported` has been asked."""
+    rows, count, width = streams.shape
+    dtype = streams.dtype
+
+    def make(columns: _Columns, streams_ref, pre_ref, weight_ref, layer_ref) -> list[Array]:
+        factors = [pre_ref[columns.row, stream] for stream in range(count)]
+
+        def block(first: int) -> Array:
+            total = columns.load(streams_ref, first, columns.row, 0).astype(jnp.float32) * factors[0]
+            for stream in range(1, count):
+                total += columns.load(streams_ref, first, columns.row, stream).astype(jnp.float32) * factors[stream]
+            return _round(total, dtype)
+
+        values = [block(first) for first in columns.firsts]
+        return _normalized(values, columns, weight_ref, layer_ref[0], epsilon, dtype)
+
+    return _call(
+        make, "collapsed_rows", rows, width, dtype, quantize, codes, interpret, streams, pre_mix, *_stack(weight, layer)
+    )
+
+
+def normalized_rows(
+    parts: Array,
+    weight: Array,
+    layer: Array | int | None = None,
+    *,
+    epsilon: float,
+    quantize: bool,
+    dtype: jnp.dtype,
+    interpret: bool = False,
+) -> QuantizedRows:
+    """See `pallas_kernels.quantized_rows`; `unsupported` has been asked."""
+    _, rows, width = parts.shape
+
+    def make(columns: _Columns, parts_ref, weight_ref, layer_ref) -> list[Array]:
+        values = [_summed(parts_ref, columns, first, dtype) for first in columns.firsts]
+        return _normalized(values, columns, weight_ref, layer_ref[0], epsilon, dtype)
+
+    return _call(make, "normalized_rows", rows, width, dtype, quantize, False, interpret, parts, *_stack(weight, layer))
+
+
+def summed_rows(parts: Array, *, quantize: bool, dtype: jnp.dtype, interpret: bool = False) -> QuantizedRows:
+    """See `pallas_kernels.quantized_rows`; `unsupported` has been asked."""
+    _, rows, width = parts.shape
+
+    def make(columns: _Columns, parts_ref) -> list[Array]:
+        return [_summed(parts_ref, columns, first, dtype) for first in columns.firsts]
+
+    return _call(make, "summed_rows", rows, width, dtype, quantize, False, interpret, parts)
+
+
+def gated_rows(
+    gate: Array, up: Array, *, limit: float, quantize: bool, dtype: jnp.dtype, interpret: bool = False
+) -> QuantizedRows:
+    """See `pallas_kernels.quantized_rows`; `unsupported` has been asked."""
+    _, rows, width = gate.shape
+
+    def make(columns: _Columns, gate_ref, up_ref) -> list[Array]:
+        return [
+            _round(
+                _gated(_summed(gate_ref, columns, first, dtype), _summed(up_ref, columns, first, dtype), limit), dtype
+            )
+            for first in columns.firsts
+        ]
+
+    return _call(make, "gated_rows", rows, width, dtype, quantize, False, interpret, gate, up)
+
+
+class _Columns:
+    """The columns of one row, block by block.
+
+    Attributes:
+      row: of the program.
+      firsts: first column of every block.
+      shape: of a block, [groups, 32].
+    """
+
+    def __init__(self, width: int):
+        size = min(BLOCK, max(LANE_GROUP, 1 << (width - 1).bit_length()))
+        self.row = pl.program_id(0)
+        self.width = width
+        self.firsts = range(0, width, size)
+        self.shape = (size // Q8_GROUP, Q8_GROUP)
+
+    def place(self, first: int) -> Array:
+        """Columns of the block at `first`."""
+        group = lax.broadcasted_iota(jnp.int32, self.shape, 0)
+        return first + group * Q8_GROUP + lax.broadcasted_iota(jnp.int32, self.shape, 1)
+
+    def load(self, ref: object, first: int, *leading: Array | int) -> Array:
+        """A block of ref[leading], zero past the row's end."""
+        place = self.place(first)
+        index = tuple(jnp.broadcast_to(jnp.asarray(part, jnp.int32), self.shape) for part in leading)
+        if first + self.shape[0] * Q8_GROUP <= self.width:
+            return backend.triton().load(ref.at[(*index, place)])
+        return backend.triton().load(ref.at[(*index, place)], mask=place < self.width, other=0.0)
+
+    def store(self, ref: object, first: int, values: Array, order: Callable[[Array], Array]) -> None:
+        """Stores a block where `order` says; what lies past the row's end but not past `ref`'s is zero."""
+        place = self.place(first)
+        there = place < ref.shape[1]
+        # Lanes that are not stored get an index past the end: interpret mode writes their old value there.
+        row = jnp.where(there, jnp.broadcast_to(self.row, self.shape), ref.shape[0])
+        backend.triton().store(ref.at[row, jnp.where(there, order(place), 0)], values.astype(ref.dtype), mask=there)
+
+
+def _call(
+    make: Callable[..., list[Array]],
+    name: str,
+    rows: int,
+    width: int,
+    dtype: jnp.dtype,
+    quantize: bool,
+    codes: bool,
+    interpret: bool,
+    *operands: Array,
+) -> QuantizedRows:
+    """Launches `make`, which gives the rounded blocks of a row, and what follows for all calls."""
+    codes = codes and width % CODES == 0
+    power = 2.0**OPERAND_POWER if packed_instructions() and not interpret else 1.0
+    widths = [width, width, -(-width // LANE_GROUP) * LANE_GROUP, *([width] if codes else [])]
+
+    def kernel(*refs) -> None:
+        operand_refs, (rounded_ref, quantized_ref, lanes_ref, *codes_ref) = refs[: len(operands)], refs[len(operands) :]
+        columns = _Columns(width)
+        for first, rounded in zip(columns.firsts, make(columns, *operand_refs), strict=True):
+            quantized = _fake_q8(rounded) if quantize else rounded
+            columns.store(rounded_ref, first, rounded, lambda place: place)
+            columns.store(quantized_ref, first, quantized, lambda place: place)
+            columns.store(lanes_ref, first, quantized, place_in_lanes)
+            for ref in codes_ref:
+                columns.store(ref, first, quantized * power, lambda place: place_by_code(place, width))
+
+    results = backend.triton_call(
+        kernel,
+        [jax.ShapeDtypeStruct((rows, columns), dtype) for columns in widths],
+        grid=(rows,),
+        num_warps=WARPS,
+        num_stages=1,
+        interpret=interpret,
+        name=name,
+    )(*operands)
+    return QuantizedRows(*results)
+
+
+def _stack(weight: Array, layer: Array | int | None) -> tuple[Array, Array]:
+    """[layers, K] and the layer as operands."""
+    if layer is None:
+        weight, layer = weight[None], 0
+    return weight, jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def _summed(ref: object, columns: _Columns, first: int, dtype: jnp.dtype) -> Array:
+    """A block of the sum of ref's parts [P, N, K], rounded to `dtype`, as float32."""
+    total = columns.load(ref, first, 0, columns.row).astype(jnp.float32)
+    for part in range(1, ref.shape[0]):
+        total += columns.load(ref, first, part, columns.row).astype(jnp.float32)
+    return _round(total, dtype)
+
+
+def _normalized(
+    values: list[Array], columns: _Columns, weight_ref: object, layer: Array, epsilon: float, dtype: jnp.dtype
+) -> list[Array]:
+    """The blocks of a row -> its normalized blocks, rounded to `dtype`."""
+    square = values[0] * values[0]
+    for value in values[1:]:
+        square += value * value
+    scale = lax.rsqrt(jnp.sum(jnp.sum(square, axis=1), axis=0) / columns.width + epsilon)
+    weights = [columns.load(weight_ref, first, layer).astype(jnp.float32) for first in columns.firsts]
+    return [_round(weight * (value * scale), dtype) for weight, value in zip(weights, values, strict=True)]
+
+
+def _gated(gate: Array, up: Array, limit: float) -> Array:
+    if limit > 0:
+        # Comparisons and not minima, which lose a NaN.
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+    return gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
+
+
+def _round(value: Array, dtype: jnp.dtype) -> Array:
+    """float32 values rounded to `dtype`, as float32."""
+    return round_to_bfloat16(value) if dtype == jnp.bfloat16 else value
+
+
+def _fake_q8(value: Array) -> Array:
+    """Fake Q8 of [groups, 32] float32, NaN and infinities as `v41jax.quantization.fake_q8` has them."""
+    # Magnitudes order like their bits, NaN last; maxima of floats lose a NaN.
+    largest = jnp.max(bits_from_float(value) & 0x7FFFFFFF, axis=1)[:, None]
+    peak = float_from_bits(jnp.maximum(largest, FLOOR_BITS)) * jnp.float32(RECIPROCAL_448)
+    scale_bits = jnp.minimum((bits_from_float(peak) + 0x007FFFFF) & 0x7F800000, 0x7F000000)
+    reciprocal = float_from_bits(jnp.maximum(0x7F000000 - scale_bits, 0x00800000))
+    scaled = value * reciprocal * jnp.where(scale_bits == 0x7F000000, 0.5, 1.0)
+    scaled = jnp.where(scaled > 448.0, 448.0, jnp.where(scaled < -448.0, -448.0, scaled))
+    values = round_to_e4m3(scaled) * float_from_bits(scale_bits)
+    return jnp.where(peak == peak, values, jnp.float32(jnp.nan))
