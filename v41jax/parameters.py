@@ -407,8 +407,8 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     """The weights of one layer of a run.
 
-    Stored linears and routed experts stay in the run's stack (`LinearWeight.layer`, `MoeWeights.layer`): a slice of it
-    would be a copy.
+    Stored linears, routed experts and the router's biases stay in the run's stack (`LinearWeight.layer`,
+    `MoeWeights.layer`, `RouterWeights.layer`): a slice of it would be a copy.
     """
     layer = jnp.asarray(place, jnp.int32)
 
@@ -421,9 +421,8 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 
     moe = stacked.moe
-    return take(stacked._replace(moe=None))._replace(
-        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer)
-    )
+    router = moe.router._replace(weight=of_layer(moe.router.weight), layer=layer)
+    return take(stacked._replace(moe=None))._replace(moe=MoeWeights(router, moe.experts, take(moe.shared), layer))
 
 
 def layer_weights(params: Parameters, config: ModelConfig, layer: int) -> LayerWeights:

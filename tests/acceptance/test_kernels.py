@@ -19,6 +19,7 @@ OPERATIONS = (
     "candidate_scores",
     "grouped_experts",
     "index_scores",
+    "route",
     "select_candidates",
     "select_topk",
     "sparse_attention",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
 from pallas_kernels.rounding import round_to
+from pallas_kernels.route import route as choose_experts
 from v41jax.config import TextConfig
 from v41jax.layers.collectives import (
     ONE_CHIP,
@@ -33,11 +34,14 @@ class RouterWeights(NamedTuple):
       weight: [E, D].
       bias: [E] float32, selection only, text rows.
       bias_vl: [E] float32, selection only, rows of image spans.
+      layer: int32 scalar, which layer of its run this is, where the biases still hold the whole run, [layers, E]; None
+        when they hold one layer.
     """
 
     weight: Array
     bias: Array
     bias_vl: Array
+    layer: Array | None = None
 
 
 class FeedForwardWeights(NamedTuple):
@@ -85,7 +89,9 @@ class Routing(NamedTuple):
     weights: Array
 
 
-def route(normalized: Array, weights: RouterWeights, image_rows: Array, text: TextConfig) -> Routing:
+def route(
+    normalized: Array, weights: RouterWeights, image_rows: Array, text: TextConfig, kernels: str = "xla"
+) -> Routing:
     """Chooses experts (model specification, "MoE"); ties go to the smaller expert id.
 
     Args:
@@ -93,18 +99,21 @@ def route(normalized: Array, weights: RouterWeights, image_rows: Array, text: Te
       weights: of the router.
       image_rows: [N] bool.
       text: configuration.
+      kernels: implementation of the operation; only "xla" has a derivative.
     """
-    logits = product(normalized, weights.weight) / text.gate_temp
-    # log1p keeps the negative tail: softplus(-30) is 9.4e-14 and must not vanish.
-    softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20))))
-    scores = jnp.sqrt(softplus)
-    biased = scores + jnp.where(image_rows[:, None], weights.bias_vl, weights.bias)
-    _, experts = jax.lax.top_k(biased, text.num_experts_per_tok)
-    experts = jnp.sort(experts, axis=-1)
-    chosen = jnp.take_along_axis(scores, experts, axis=-1)
-    if text.norm_topk_prob:
-        chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
-    return Routing(experts, chosen * text.routed_scaling_factor)
+    experts, factors = choose_experts(
+        product(normalized, weights.weight),
+        weights.bias,
+        weights.bias_vl,
+        image_rows,
+        chosen=text.num_experts_per_tok,
+        temperature=text.gate_temp,
+        normalize=text.norm_topk_prob,
+        scale=text.routed_scaling_factor,
+        layer=weights.layer,
+        implementation=kernels,
+    )
+    return Routing(experts, factors)
 
 
 def swiglu(gate: Array, up: Array, limit: float) -> Array:
@@ -154,7 +163,7 @@ def moe(
       [N, D] activation dtype (float32 sum in ascending expert id, then the shared expert, one rounding), and the
       routing.
     """
-    routing = route(normalized, weights.router, image_rows, text)
+    routing = route(normalized, weights.router, image_rows, text, kernels)
     quantized = quantize_input(normalized, precision)
     routed = routed_experts(
         quantized, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
