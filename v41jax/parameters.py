@@ -407,8 +407,9 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     """The weights of one layer of a run.
 
-    Stored linears, routed experts and the router's biases stay in the run's stack (`LinearWeight.layer`,
-    `MoeWeights.layer`, `RouterWeights.layer`): a slice of it would be a copy.
+    Stored linears, routed experts, the router's biases and the norm of window keys stay in the run's stack
+    (`LinearWeight.layer`, `MoeWeights.layer`, `RouterWeights.layer`, `AttentionWeights.layer`): a slice of it
+    would be a copy.
     """
     layer = jnp.asarray(place, jnp.int32)
 
@@ -420,9 +421,12 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
             return leaf._replace(layer=layer)
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 
+    kv_norm = stacked.attention.kv_norm
+    attention = take(stacked.attention._replace(kv_norm=None))._replace(kv_norm=kv_norm, layer=layer)
     moe = stacked.moe
     router = moe.router._replace(weight=of_layer(moe.router.weight), layer=layer)
-    return take(stacked._replace(moe=None))._replace(moe=MoeWeights(router, moe.experts, take(moe.shared), layer))
+    moe = MoeWeights(router, moe.experts, take(moe.shared), layer)
+    return take(stacked._replace(attention=None, moe=None))._replace(attention=attention, moe=moe)
 
 
 def layer_weights(params: Parameters, config: ModelConfig, layer: int) -> LayerWeights:

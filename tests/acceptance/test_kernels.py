@@ -24,6 +24,7 @@ OPERATIONS = (
     "select_topk",
     "sparse_attention",
     "stream_mixes",
+    "window_key_write",
 )
 
 

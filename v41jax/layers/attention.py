@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.rounding import round_to
 from pallas_kernels.sparse_attention import sparse_attention
-from pallas_kernels.stored_rows import store_rows
+from pallas_kernels.window_key_write import window_key_write
+from pallas_kernels.window_key_write.xla import store
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, quantize_input
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable, rotate
 from v41jax.layers.rows import Requests, Rows
 from v41jax.precision import Precision
-from v41jax.quantization import fake_q8, quantize_q8
 
 Array = jax.Array
 
@@ -37,6 +37,8 @@ class AttentionWeights(NamedTuple):
       wkv: [d, D].
       wo_a: [G, ro, H d / G] widened (the input of this product is never quantized).
       wo_b: [D, G ro].
+      layer: int32 scalar, which layer of its run this is, where `kv_norm` still holds the whole run, [layers, d]; None
+        when it holds one layer.
     """
 
     sink: Array
@@ -47,6 +49,7 @@ class AttentionWeights(NamedTuple):
     wkv: LinearWeight
     wo_a: Array
     wo_b: LinearWeight
+    layer: Array | None = None
 
 
 class Selection(NamedTuple):
@@ -82,12 +85,19 @@ def query_latent(quantized: Array, weights: AttentionWeights, text: TextConfig, 
     return rms_norm(linear(quantized, weights.wq_a, kernels), weights.q_norm, text.rms_norm_eps)
 
 
+def window_latents(quantized: Array, weights: AttentionWeights, kernels: str) -> Array:
+    """Window keys before norm and rotation: [N, D] quantized input -> [N, d] activation dtype."""
+    return linear(quantized, weights.wkv, kernels)
+
+
 def window_rows(
     quantized: Array, weights: AttentionWeights, angles: RopeTable, text: TextConfig, kernels: str
 ) -> Array:
     """Window keys before their Q8: [N, D] quantized input -> [N, d] activation dtype, rotated."""
-    latent = rms_norm(linear(quantized, weights.wkv, kernels), weights.kv_norm, text.rms_norm_eps)
-    return rotate(latent, angles)
+    norm = weights.kv_norm
+    if weights.layer is not None:
+        norm = jax.lax.dynamic_index_in_dim(norm, weights.layer, keepdims=False)
+    return rotate(rms_norm(window_latents(quantized, weights, kernels), norm, text.rms_norm_eps), angles)
 
 
 def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: Array, *, window_format: str) -> Array:
@@ -101,17 +111,53 @@ def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: 
       ring_offset: first ring of the layer, int32 scalar.
       window_format: "float", "bf16" or "fp8".
     """
-    rings, ring, _ = window.shape
-    if window_format == "fp8":
-        codes, scales = quantize_q8(kv)
-        stored = jnp.concatenate([codes, scales], axis=-1)
-    elif window_format == "bf16":
-        stored = fake_q8(kv)
-    else:
-        stored = kv
-    owner = ring_offset + slots[jnp.maximum(rows.batch_ids, 0)]
-    owner = jnp.where(rows.ring_rows, owner, rings)
-    return store_rows(window, (owner, rows.positions % ring), stored)
+    return store(window, kv, rows.ring_rows, rows.batch_ids, rows.positions, slots, ring_offset, window_format)
+
+
+def write_window_keys(
+    window: Array,
+    latents: Array,
+    weights: AttentionWeights,
+    angles: RopeTable,
+    rows: Rows,
+    slots: Array,
+    ring_offset: Array | int,
+    *,
+    text: TextConfig,
+    window_format: str,
+    kernels: str,
+) -> Array:
+    """`write_ring` of the keys that `window_rows` makes, from their latents in one operation: for decode, where every
+    row is read from its ring.
+
+    Args:
+      window: [layers * slots, ring, row].
+      latents: [N, d], what `window_latents` returns.
+      weights: of the layer.
+      angles: of the rows.
+      rows: of the batch.
+      slots: [R] int32.
+      ring_offset: first ring of the layer, int32 scalar.
+      text: configuration.
+      window_format: "float", "bf16" or "fp8".
+      kernels: implementation of the operation.
+    """
+    return window_key_write(
+        latents,
+        weights.kv_norm,
+        angles.cos,
+        angles.sin,
+        rows.ring_rows,
+        rows.batch_ids,
+        rows.positions,
+        slots,
+        ring_offset,
+        window,
+        epsilon=text.rms_norm_eps,
+        window_format=window_format,
+        layer=weights.layer,
+        implementation=kernels,
+    )
 
 
 def attend(
