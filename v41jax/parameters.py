@@ -407,7 +407,7 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     """The weights of one layer of a run.
 
-    Stored linears, routed experts, the router's biases and the norm of window keys stay in the run's stack
+    Stored linears, routed experts, the router's biases, sinks and norms of window keys stay in the run's stack
     (`LinearWeight.layer`, `MoeWeights.layer`, `RouterWeights.layer`, `AttentionWeights.layer`): a slice of it
     would be a copy.
     """
@@ -421,8 +421,8 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
             return leaf._replace(layer=layer)
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 
-    kv_norm = stacked.attention.kv_norm
-    attention = take(stacked.attention._replace(kv_norm=None))._replace(kv_norm=kv_norm, layer=layer)
+    kept = {"sink": stacked.attention.sink, "kv_norm": stacked.attention.kv_norm, "layer": layer}
+    attention = take(stacked.attention._replace(**dict.fromkeys(kept)))._replace(**kept)
     moe = stacked.moe
     router = moe.router._replace(weight=of_layer(moe.router.weight), layer=layer)
     moe = MoeWeights(router, moe.experts, take(moe.shared), layer)

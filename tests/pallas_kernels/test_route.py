@@ -107,9 +107,11 @@ def test_all_faults_are_named_together():
         route(logits, bias, bias_vl[0], image[:1], **(OPTIONS | {"chosen": 17}))
 
 
-def test_auto_takes_the_kernel_on_a_gpu_and_xla_on_a_tpu():
+@pytest.mark.parametrize("implementation", ["auto", "pallas"])
+def test_a_gpu_takes_the_kernel_and_a_tpu_the_definition(implementation):
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in operands(3, 96)]
+    call = functools.partial(route, layer=0, implementation=implementation, **OPTIONS)
     for target, kernel in ((backend.Target("triton", "cuda"), True), (backend.Target("tpu", "v5p"), False)):
         with backend.use_target(target):
-            traced = jax.make_jaxpr(functools.partial(route, layer=0, **OPTIONS))(*shapes)
+            traced = jax.make_jaxpr(lambda *arguments: call(*arguments))(*shapes)
         assert ("pallas_call" in str(traced)) == kernel

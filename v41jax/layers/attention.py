@@ -37,8 +37,8 @@ class AttentionWeights(NamedTuple):
       wkv: [d, D].
       wo_a: [G, ro, H d / G] widened (the input of this product is never quantized).
       wo_b: [D, G ro].
-      layer: int32 scalar, which layer of its run this is, where `kv_norm` still holds the whole run, [layers, d]; None
-        when it holds one layer.
+      layer: int32 scalar, which layer of its run this is, where `sink` and `kv_norm` still hold the whole run,
+        [layers, ..]; None when they hold one layer.
     """
 
     sink: Array
@@ -197,16 +197,15 @@ def attend(
     count = query_latent_quantized.shape[0]
     angles = rows.angles(ratio)
     query = linear(query_latent_quantized, weights.wq_b, kernels)
-    query = rotate(query.reshape(count, -1, text.head_dim), angles)
     output = sparse_attention(
-        query,
+        query.reshape(count, -1, text.head_dim),
         weights.sink,
         memory.selection.entries,
         memory.selection.counts,
         memory.main,
         requests.block_tables,
         rows.batch_ids,
-        requests.slots + memory.ring_offset,
+        requests.slots,
         memory.window,
         kv,
         rows.positions,
@@ -219,6 +218,9 @@ def attend(
         scale=text.head_dim**-0.5,
         main_format=main_format,
         window_format=window_format,
+        ring_offset=memory.ring_offset,
+        layer=weights.layer,
+        rotate_query=True,
         implementation=kernels,
     )
     return project_output(output, weights, precision, kernels)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.compile_gates import gpu
-from tests.compile_gates.row_builds import gpu_builds
+from tests.compile_gates.decode_builds import gpu_builds
 
 pytestmark = pytest.mark.skipif(gpu.unavailable() is not None, reason=str(gpu.unavailable()))
 
