@@ -190,7 +190,7 @@ class Engine:
                     draft = load_draft_parameters(checkpoint, **stored)
                 else:
                     draft = load_draft_on_mesh(checkpoint, mesh, parallel, **stored)
-            budget = plan_pools(config.of_shard(), geometry, max_model_len, (params, tower, draft, tables_held))
+            budget = plan_pools(config.of_shard(), setup, (params, tower, draft, tables_held))
             pages, slots, shards = budget.num_pages, budget.num_slots, parallel.data
             scheduler = make_scheduler(config, view, geometry, pages, slots, deferred=not drafts)
             place: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
