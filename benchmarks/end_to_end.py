@@ -6,10 +6,11 @@ checkpoint. Every cell plans its steps as the scheduler does and runs them throu
 * decode: `--batches` requests of `--contexts` tokens each, every one with pages of its own;
 * prefill: one prompt of `--prompts` tokens in chunks of `--chunk`, decoder replay on.
 
-One JSON line a cell: seconds of a step (median, the device's and the host's part), tokens per second, the bound of the
-step (bytes and operations counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run), the
-fraction reached, and what compiling took. Where the device reports its kernels, `kernel_ms` is their sum and
-`largest_kernels` says which took how long.
+All programs are compiled first, several at a time, and a first JSON line says how long it took. Then one line a cell:
+seconds of a step (the device's and the host's part), tokens per second, the bound of the step (bytes and operations
+counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run) and the fraction reached. At last,
+where the device reports its kernels, another line a cell: `kernel_ms` is their sum and `largest_kernels` says which took
+how long. Asking for them ends the use of captured graphs, which is why it is done last.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ import numpy as np
 from benchmarks.provenance import provenance
 from benchmarks.random_model import random_parameters, random_pools
 from benchmarks.timing import Ceilings, launched_kernels, measure_ceilings
-from scheduler.batch import EngramRows, Preparation
+from scheduler.batch import BatchStep, EngramRows, Preparation
 from scheduler.batch_builder import build_batch_step
-from scheduler.buckets import Buckets, prefill_token_ladder
+from scheduler.buckets import Buckets, StepShape, prefill_token_ladder
 from scheduler.model_view import ModelView
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig, validate_runtime_config
@@ -49,7 +50,7 @@ from v41jax.runner import ModelRunner, SamplingRow, sampling_inputs
 
 SECONDS_A_CELL = 2.0
 """Steps are repeated for about this long."""
-KERNELS_LISTED = 14
+KERNELS_LISTED = 40
 """Names in `largest_kernels`."""
 
 
@@ -119,11 +120,10 @@ class Bench:
         """Random text ids."""
         return self.random.integers(3, min(self.config.text.vocab_size, self.config.image_token_id), shape, np.int32)
 
-    def run(self, batch: ScheduledBatch, buckets: Buckets) -> tuple[Any, float]:
-        """Builds and dispatches a step; its output and the host's seconds."""
-        began = time.perf_counter()
+    def arrays(self, batch: ScheduledBatch, buckets: Buckets) -> tuple[BatchStep, StepShape]:
+        """A planned step as arrays, and its shape."""
         compressed = self.config.text.engram_compressed_vocab_size
-        arrays, shape = build_batch_step(
+        return build_batch_step(
             batch,
             self.geometry,
             buckets,
@@ -131,6 +131,11 @@ class Bench:
             num_pages=self.runner.num_pages,
             num_slots=self.runner.num_slots,
         )
+
+    def run(self, batch: ScheduledBatch, buckets: Buckets) -> tuple[Any, float]:
+        """Builds and dispatches a step; its output and the host's seconds."""
+        began = time.perf_counter()
+        arrays, shape = self.arrays(batch, buckets)
         rows = [SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)] * len(batch.output_requests)
         sampling = self.runner.step_sampling(
             sampling_inputs(rows, shape.outputs), targets=self.runner.no_targets(shape)
@@ -158,73 +163,62 @@ class Bench:
         return least_work(self.config, self.geometry, abstract, Parallel(), rows, ())
 
 
-def decode_cell(bench: Bench, batch: int, context: int) -> dict[str, Any]:
-    """Decode steps of `batch` requests that hold `context` tokens each."""
-    per_request = bench.geometry.pages_for(context + 1)
-    order = bench.random.permutation(bench.runner.num_pages)[: batch * per_request].astype(np.int32)
-    pages = order.reshape(batch, per_request)
-    buckets = Buckets((batch,), (128,), (batch,), (per_request,), (per_request,))
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One entry of the table.
 
-    def step() -> tuple[Any, float]:
-        starts = [context] * batch
-        return bench.run(
-            bench.planned(Phase.DECODE, starts, [context + 1] * batch, is_final=True, pages=list(pages)), buckets
-        )
+    Attributes:
+      label: what it is.
+      forwards: planned steps that make one measurement, and their buckets.
+      work: the least work of all of them.
+      tokens: that a measurement processes.
+    """
 
-    began = time.perf_counter()
-    jax.block_until_ready(step()[0])
-    compile_seconds = time.perf_counter() - began
-    steps, host = _timed(step)
-    work = bench.work(Rows(batch, batch, batch, context))
-    return {
-        "phase": "decode",
-        "batch": batch,
-        "context": context,
-        "compile_s": round(compile_seconds, 1),
-        **_against(bench, work, steps),
-        **_kernels(step),
-        "host_ms": round(1e3 * host, 3),
-        "tokens_per_s": round(batch / steps, 1),
-    }
+    label: dict[str, Any]
+    forwards: list[tuple[ScheduledBatch, Buckets]]
+    work: Work
+    tokens: int
 
-
-def prefill_cell(bench: Bench, prompt: int, chunk: int) -> dict[str, Any]:
-    """One prompt in chunks; only the last runs the decoder, on its tail."""
-    pages = [bench.random.permutation(bench.runner.num_pages)[: bench.geometry.pages_for(prompt)].astype(np.int32)]
-    ladder = prefill_token_ladder(min(chunk, prompt))
-    buckets = Buckets((1,), ladder, (1,) * len(ladder), (len(pages[0]),), (len(pages[0]),))
-    cuts = [*range(0, prompt, chunk), prompt]
-
-    def forward() -> tuple[Any, float]:
+    def run(self, bench: Bench) -> tuple[Any, float]:
+        """Dispatches the forwards; the last output and the host's seconds."""
         host = 0.0
-        for start, end in itertools.pairwise(cuts):
-            planned = bench.planned(Phase.PREFILL, [start], [end], is_final=end == prompt, pages=pages)
+        for planned, buckets in self.forwards:
             output, seconds = bench.run(planned, buckets)
             host += seconds
         return output, host
 
-    began = time.perf_counter()
-    jax.block_until_ready(forward()[0])
-    compile_seconds = time.perf_counter() - began
-    seconds, host = _timed(forward)
+
+def decode_cell(bench: Bench, batch: int, context: int) -> Cell:
+    """A decode step of `batch` requests that hold `context` tokens each."""
+    per_request = bench.geometry.pages_for(context + 1)
+    order = bench.random.permutation(bench.runner.num_pages)[: batch * per_request].astype(np.int32)
+    pages = order.reshape(batch, per_request)
+    buckets = Buckets((batch,), (128,), (batch,), (per_request,), (per_request,))
+    planned = bench.planned(Phase.DECODE, [context] * batch, [context + 1] * batch, is_final=True, pages=list(pages))
+    return Cell(
+        {"phase": "decode", "batch": batch, "context": context},
+        [(planned, buckets)],
+        bench.work(Rows(batch, batch, batch, context)),
+        batch,
+    )
+
+
+def prefill_cell(bench: Bench, prompt: int, chunk: int) -> Cell:
+    """One prompt in chunks; only the last runs the decoder, on its tail."""
+    pages = [bench.random.permutation(bench.runner.num_pages)[: bench.geometry.pages_for(prompt)].astype(np.int32)]
+    ladder = prefill_token_ladder(min(chunk, prompt))
+    buckets = Buckets((1,), ladder, (1,) * len(ladder), (len(pages[0]),), (len(pages[0]),))
     window = bench.config.text.sliding_window
-    work = Work(0.0, 0.0, 0.0)
-    for start, end in itertools.pairwise(cuts):
+    forwards, work = [], Work(0.0, 0.0, 0.0)
+    for start, end in itertools.pairwise([*range(0, prompt, chunk), prompt]):
         final = end == prompt
+        planned = bench.planned(Phase.PREFILL, [start], [end], is_final=final, pages=pages)
+        forwards.append((planned, buckets))
         # Rows attend to what is before them: half of the chunk on average.
         rows = Rows(end - start, min(window, end - start) if final else 0, int(final), (start + end) // 2)
         part = bench.work(rows)
         work = Work(work.memory_bytes + part.memory_bytes, work.operations + part.operations, 0.0)
-    return {
-        "phase": "prefill",
-        "prompt": prompt,
-        "chunk": chunk,
-        "compile_s": round(compile_seconds, 1),
-        **_against(bench, work, seconds),
-        **_kernels(forward),
-        "host_ms": round(1e3 * host, 3),
-        "tokens_per_s": round(prompt / seconds, 1),
-    }
+    return Cell({"phase": "prefill", "prompt": prompt, "chunk": chunk}, forwards, work, prompt)
 
 
 def _kernels(step: Callable[[], tuple[Any, float]]) -> dict[str, Any]:
@@ -304,13 +298,38 @@ def build(arguments: argparse.Namespace, rates: Ceilings) -> Bench:
     return Bench(config, runner, rates, np.random.default_rng(arguments.seed))
 
 
-def cells(bench: Bench, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All measurements, cheapest first."""
+def cells(bench: Bench, arguments: argparse.Namespace) -> Iterator[Cell]:
+    """All entries, cheapest first."""
     for context in arguments.contexts:
         for batch in arguments.batches:
             yield decode_cell(bench, batch, context)
     for prompt in arguments.prompts:
         yield prefill_cell(bench, prompt, arguments.chunk)
+
+
+def measurements(bench: Bench, table: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+    """Times of all cells, then their kernels."""
+    shapes = [[bench.arrays(*forward)[1] for forward in cell.forwards] for cell in table]
+    began = time.perf_counter()
+    bench.runner.warm_up(itertools.chain.from_iterable(shapes))
+    yield {
+        "programs": len(bench.runner.programs),
+        "compile_all_s": round(time.perf_counter() - began, 1),
+        "compile_each_s": [round(program.seconds, 1) for program in bench.runner.programs],
+    }
+    for cell in table:
+        jax.block_until_ready(cell.run(bench)[0])
+        seconds, host = _timed(lambda cell=cell: cell.run(bench))
+        yield {
+            **cell.label,
+            **_against(bench, cell.work, seconds),
+            "host_ms": round(1e3 * host, 3),
+            "tokens_per_s": round(cell.tokens / seconds, 1),
+        }
+    for cell in table:
+        kernels = _kernels(lambda cell=cell: cell.run(bench))
+        if kernels:
+            yield {**cell.label, **kernels}
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -330,7 +349,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(given)
-    rates = measure_ceilings(small=jax.default_backend() == "cpu")
+    rates = measure_ceilings(small=jax.default_backend() == "cpu", profile=False)
     began = time.perf_counter()
     bench = build(arguments, rates)
     jax.block_until_ready((bench.runner.params, bench.runner.pools))
@@ -344,8 +363,8 @@ def main(given: Sequence[str] | None = None) -> None:
         "setup_s": round(time.perf_counter() - began, 1),
         "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(bench.runner.params)),
     }
-    for cell in cells(bench, arguments):
-        print(json.dumps(header | cell), flush=True)
+    for record in measurements(bench, list(cells(bench, arguments))):
+        print(json.dumps(header | record), flush=True)
 
 
 if __name__ == "__main__":

@@ -101,11 +101,21 @@ def in_place_call(fn: Callable[..., Any], positions: Sequence[int], args: tuple)
 
 
 def time_calls(
-    fn: Callable[..., Any], sets: Sequence[tuple], in_place: Sequence[int] = (), seconds: float = 0.2
+    fn: Callable[..., Any],
+    sets: Sequence[tuple],
+    in_place: Sequence[int] = (),
+    seconds: float = 0.2,
+    profile: bool = True,
 ) -> Timing:
     """Times `fn`, already compiled, over rotating argument tuples for about `seconds` per clock.
 
-    `in_place`: positions of donated arguments, which `fn` returns in that order and nothing else.
+    Args:
+      fn: of one tuple's arguments.
+      sets: argument tuples.
+      in_place: positions of donated arguments, which `fn` returns in that order and nothing else.
+      seconds: for each of both clocks.
+      profile: ask the profiler for kernel times. Once it was asked, XLA launches every kernel of the process by itself
+        and no captured graph.
     """
     call = in_place_call(fn, in_place, sets[0])
     for args in sets:
@@ -129,7 +139,7 @@ def time_calls(
         jax.block_until_ready(queue())
         walls.append((time.perf_counter() - start) / calls * 1e6)
     wall, wall_spread = _summary(walls)
-    kernels = launched_kernels(queue)
+    kernels = launched_kernels(queue) if profile else None
     if kernels is None or len(kernels) % calls:
         return Timing(wall, wall_spread, wall, "wall", 0, 3 * calls)
     each = len(kernels) // calls
@@ -138,13 +148,18 @@ def time_calls(
     return Timing(middle, spread, wall, "kernels", each, calls)
 
 
-def measure_ceilings(small: bool = False) -> Ceilings:
-    """Copy and matrix-product rates of the default device; `small` for a check that finishes on a CPU."""
+def measure_ceilings(small: bool = False, profile: bool = True) -> Ceilings:
+    """Copy and matrix-product rates of the default device.
+
+    Args:
+      small: for a check that finishes on a CPU.
+      profile: see `time_calls`.
+    """
     elements, width = (2**20, 256) if small else (2**29, 8192)
     copy = jax.jit(lambda x: x ^ 1)
     source = jnp.arange(elements, dtype=jnp.int32)
-    copied = time_calls(copy, [(source,)])
+    copied = time_calls(copy, [(source,)], profile=profile)
     del source
     left, right = (jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) for i in range(2))
-    product = time_calls(jax.jit(lambda a, b: a @ b), [(left, right)])
+    product = time_calls(jax.jit(lambda a, b: a @ b), [(left, right)], profile=profile)
     return Ceilings(8 * elements / (copied.microseconds * 1e-6), 2 * width**3 / (product.microseconds * 1e-6))

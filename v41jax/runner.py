@@ -11,8 +11,10 @@ import functools
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -46,6 +48,9 @@ _log = logging.getLogger(__name__)
 
 Execution = Literal["FULL", "PIECEWISE", "EAGER"]
 """How a step runs; see `ModelRunner`."""
+
+MOST_COMPILING = 8
+"""Programs that are compiled at a time, each on a core of its own."""
 
 SCORED_ROWS = 128
 """Prompt rows whose logits exist at once."""
@@ -316,19 +321,28 @@ class ModelRunner:
         """
         if self._execution != "FULL":
             return
-        for shape in shapes:
-            self._program(shape, False)
-            if images and shape.phase.value == "prefill":
-                self._program(shape, True)
+        keys = [
+            (shape, taken)
+            for shape in shapes
+            for taken in ((False, True) if images and shape.phase.value == "prefill" else (False,))
+        ]
+        # Tracing holds the interpreter, compiling does not.
+        with ThreadPoolExecutor(min(MOST_COMPILING, os.cpu_count() or 1)) as pool:
+            wanted = dict.fromkeys(key for key in keys if key not in self._compiled)
+            for key, program in [(key, pool.submit(self._compile, self._lower(*key))) for key in wanted]:
+                self._compiled[key] = program.result()
         self.load_adjustments(0, np.zeros(self._adjustments.shape[1], np.float32))
         self._warm = True
 
     def _program(self, shape: StepShape, images: bool) -> CompiledStep:
         key = (shape, images)
-        if key in self._compiled:
-            return self._compiled[key]
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(self._lower(shape, images))
+        return self._compiled[key]
+
+    def _lower(self, shape: StepShape, images: bool) -> Any:
+        """A step's program, traced for abstract arguments."""
         self.note_compilation(shape)
-        began = time.perf_counter()
         setup = self.setup
         shards = setup.parallel.data
         inputs = sampling_inputs([], shards * sampled_rows(shape))
@@ -344,11 +358,13 @@ class ModelRunner:
         if images:
             arguments.append(image_shape(setup.config, shards * shape.rows, setup.precision.activation_dtype))
         with backend.recording(self._operations):
-            lowered = self._jit_step(shape, arguments).lower(*arguments)
+            return self._jit_step(shape, arguments).lower(*arguments)
+
+    @staticmethod
+    def _compile(lowered: Any) -> CompiledStep:
+        began = time.perf_counter()
         executable = lowered.compile()
-        program = CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
-        self._compiled[key] = program
-        return program
+        return CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
 
     def note_compilation(self, what: object) -> None:
         """Counts a compilation that warm-up should have done."""

@@ -82,7 +82,9 @@ def grouped_experts(
         w1, w3, w2 = (_joined(weight) for weight in (w1, w3, w2))
     run = {
         "xla": xla.grouped_experts,
-        "triton": functools.partial(triton.grouped_experts, interpret=choice.interpret),
+        "triton": functools.partial(
+            triton.grouped_experts, layer=0 if layer is None else layer, interpret=choice.interpret
+        ),
         "tpu": functools.partial(tpu.grouped_experts, interpret=choice.interpret),
     }[choice.implementation]
     return run(x, expert_ids, weights, w1, w3, w2, layers=layers, **options)

@@ -1,14 +1,17 @@
 """The routed experts for GPUs: one kernel for gate, up and activation, one for down, widening weights in registers.
 
 A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks. With very
-few rows every pair is a block of its own. Weights are widened one code of their 16-bit words after the other, so x and
-the hidden values are kept in the order of `by_code`.
+few rows every pair is a block of its own, and the inner dimensions are cut among programs too, or the device would be
+half empty; a third kernel then adds the parts and activates. Weights are widened one code of their 16-bit words after
+the other, so x and the hidden values are kept in the order of `by_code`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +19,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import fake_q8_group
+from pallas_kernels.grouped_experts.blocks import MOST_UNSORTED, Blocks, blocks_of
+from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, place_by_code, store_rows
+from pallas_kernels.grouped_experts.triton_wide import WideConfig, expert_outputs, wide_config
 from pallas_kernels.grouped_experts.types import ExpertWeights
-from pallas_kernels.grouped_experts.widening import CODES, GROUP_WORDS, by_code, widen_e2m1, words_of
+from pallas_kernels.grouped_experts.widening import CODES, GROUP_WORDS, widen_e2m1, words_of
 from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
-MOST_UNSORTED = 12
-"""(row, expert) pairs up to which every pair is a block: ordering them would cost more than reading an expert twice."""
+LEAST_WIDE = 128
+"""Rows an expert from which on its weights are widened into memory first."""
+MOST_SPLITS = 4
+"""Cuts of the inner width of few pairs."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
-MOST_COMPARED = 1024
-"""Pairs up to which they are ordered by comparing all with all, a few fused kernels where a sort is many."""
+ACTIVATED = 256
+"""Outputs of one program that adds parts and activates, a multiple of 32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +46,14 @@ class Tile:
       outputs: outputs of one program (for the first kernel: of each of its two matrices), a multiple of 32.
       inner: words of one step, a multiple of `LEAST_INNER` that divides the words of the inner width.
       num_warps, num_stages: of one program.
+      splits: programs among which the inner width is cut; they divide its steps.
     """
 
     outputs: int
     inner: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +65,10 @@ class Config:
     down: Tile
 
 
-def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config:
+def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config | WideConfig:
     """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
+    if pairs >= LEAST_WIDE * experts:
+        return wide_config(width, hidden, generation)
     stages = 1 if generation == "rocm" else 3
 
     def inner(dims: int, most: int) -> int:
@@ -73,11 +84,14 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
     else:
         rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
         warps, outputs, most = 4, 64, 32
-    return Config(
-        rows,
-        Tile(min(outputs, 32 * (hidden // 32)), inner(width, most), warps, stages),
-        Tile(outputs, inner(hidden, most), warps, stages),
-    )
+
+    def tile(tile_outputs: int, dims: int) -> Tile:
+        step = inner(dims, most)
+        steps = dims // CODES // step
+        splits = max(cut for cut in range(1, MOST_SPLITS + 1) if steps % cut == 0) if pairs <= MOST_UNSORTED else 1
+        return Tile(tile_outputs, step, warps, stages, splits)
+
+    return Config(rows, tile(min(outputs, 32 * (hidden // 32)), width), tile(outputs, hidden))
 
 
 def unsupported(x: Array, w1: object, w2: object) -> str | None:
@@ -93,81 +107,38 @@ def unsupported(x: Array, w1: object, w2: object) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """Which rows of which expert every block holds.
-
-    Attributes:
-      expert: [B] int32; the number of experts for a block that holds nothing.
-      first, end: [B] int32, sorted positions of the block's first row and of the end of its expert's rows.
-      pair: [P] int32, the (row, expert) pair at each sorted position.
-    """
-
-    expert: Array
-    first: Array
-    end: Array
-    pair: Array
-
-
-def _blocks(ids: Array, experts: int, rows: int) -> _Blocks:
-    """Blocks of the pairs ids [P], where pairs that are not served have the id `experts`."""
-    pairs = ids.shape[0]
-    position = jnp.arange(pairs, dtype=jnp.int32)
-    if pairs <= MOST_UNSORTED:
-        return _Blocks(ids, position, position + 1, position)
-    expert = jnp.arange(experts, dtype=jnp.int32)
-    if pairs <= MOST_COMPARED:
-        earlier = (ids[None, :] < ids[:, None]) | (
-            (ids[None, :] == ids[:, None]) & (position[None, :] < position[:, None])
-        )
-        place = jnp.sum(earlier, axis=1, dtype=jnp.int32)
-        pair = jnp.sum(jnp.where(place[None, :] == position[:, None], position[None, :], 0), axis=1, dtype=jnp.int32)
-        ends = jnp.sum(ids[None, :] <= expert[:, None], axis=1, dtype=jnp.int32)
-        starts = jnp.sum(ids[None, :] < expert[:, None], axis=1, dtype=jnp.int32)
-    else:
-        pair = jnp.argsort(ids, stable=True).astype(jnp.int32)
-        sizes = jnp.zeros(experts, jnp.int32).at[ids].add(1, mode="drop")
-        ends = jnp.cumsum(sizes)
-        starts = ends - sizes
-    counts = -(-(ends - starts) // rows)
-    until = jnp.sum(jnp.where(expert[None, :] <= expert[:, None], counts[None, :], 0), axis=1, dtype=jnp.int32)
-    index = jnp.arange(min(experts, pairs) + pairs // rows, dtype=jnp.int32)
-    owner = jnp.sum(until[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    near = jnp.minimum(owner, experts - 1)
-    return _Blocks(owner, starts[near] + (index - until[near] + counts[near]) * rows, ends[near], pair)
-
-
-def _load(ref: object, index: Array, first: Array, count: int, leading: Array | None = None) -> Array:
-    """ref[(leading,) index, first : first + count] as [len(index), count]."""
-    shape = (index.shape[0], count)
-    column = first + jnp.arange(count, dtype=jnp.int32)
-    place = [jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
-    if leading is not None:
-        place.insert(0, jnp.broadcast_to(leading, shape))
-    return backend.triton().load(ref.at[tuple(place)])
-
-
 def _product(
-    weights: list[tuple], expert: Array, output: Array, x_ref: object, x_row: Array, tile: Tile, cuda: bool
+    weights: list[tuple],
+    expert: Array,
+    output: Array,
+    split: Array,
+    x_ref: object,
+    x_row: Array,
+    tile: Tile,
+    cuda: bool,
 ) -> list[Array]:
-    """Sums [outputs, rows] of every (words, scales) ref pair with rows `x_row` of x, in the order of `by_code`."""
+    """Sums [outputs, rows] of every (words, scales) ref pair with rows `x_row` of x, in the order of `by_code`.
+
+    split: which part of the inner width.
+    """
     width = weights[0][0].shape[-1]
+    steps = width // tile.inner // tile.splits
 
     def step(index: Array, totals: tuple) -> tuple:
         first = index * tile.inner
-        parts = [_load(x_ref, x_row, code * width + first, tile.inner).T for code in range(CODES)]
+        parts = [load_rows(x_ref, x_row, code * width + first, tile.inner).T for code in range(CODES)]
         results = []
         for total, (words_ref, scales_ref) in zip(totals, weights, strict=True):
             groups = tile.inner // GROUP_WORDS
-            words = _load(words_ref, output, first, tile.inner, expert)
-            scales = _load(scales_ref, output, index * groups, groups, expert)
+            words = load_rows(words_ref, output, first, tile.inner, expert)
+            scales = load_rows(scales_ref, output, index * groups, groups, expert)
             for values, part in zip(widen_e2m1(words, scales, cuda), parts, strict=True):
                 total = total + jnp.dot(values, part, preferred_element_type=jnp.float32)
             results.append(total)
         return tuple(results)
 
     start = tuple(jnp.zeros((tile.outputs, x_row.shape[0]), jnp.float32) for _ in weights)
-    return list(lax.fori_loop(0, width // tile.inner, step, start))
+    return list(lax.fori_loop(split * steps, (split + 1) * steps, step, start))
 
 
 def _hidden_kernel(
@@ -181,21 +152,15 @@ def _hidden_kernel(
     gate_scales: object,
     up_words: object,
     up_scales: object,
-    hidden_ref: object,
-    *,
+    *out_refs: object,
     config: Config,
     chosen: int,
-    swiglu_limit: float,
-    quantize_hidden: bool,
-    cuda: bool,
+    activation: dict,
 ) -> None:
-    """Hidden values of one block for one tile of outputs, in the order of `by_code`."""
+    """A block's rows for a tile of outputs: hidden values in the order of `by_code`, or float32 gate and up parts."""
     triton, tile = backend.triton(), config.hidden
     experts, outputs, _ = gate_words.shape
-    tiles = -(-outputs // tile.outputs)
-    program = pl.program_id(0)
-    block = program // tiles
-    output = (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+    block, output, split = _place(tile, outputs)
     expert = triton.load(expert_ref.at[block])
 
     @pl.when(expert < experts)
@@ -203,21 +168,40 @@ def _hidden_kernel(
         position = triton.load(first_ref.at[block]) + jnp.arange(config.rows, dtype=jnp.int32)
         live = position < triton.load(end_ref.at[block])
         pair = triton.load(pair_ref.at[jnp.where(live, position, 0)])
-        routing = triton.load(weights_ref.at[pair])
         near = jnp.minimum(output, outputs - 1)
         refs = [(gate_words, gate_scales), (up_words, up_scales)]
-        gate, up = _product(refs, expert, near, x_ref, lax.div(pair, chosen), tile, cuda)
-        gate, up = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in (gate, up))
-        if swiglu_limit > 0:
-            gate = jnp.minimum(gate, swiglu_limit)
-            up = jnp.minimum(jnp.maximum(up, -swiglu_limit), swiglu_limit)
-        hidden = routing[None, :] * (gate / (1.0 + jnp.exp(-gate)) * up)
-        hidden = hidden.astype(jnp.bfloat16)
-        if quantize_hidden:
-            groups = hidden.reshape(tile.outputs // 32, 32, config.rows)
-            hidden = fake_q8_group(groups, axis=1).reshape(tile.outputs, config.rows)
-        column = lax.rem(output, CODES) * (outputs // CODES) + lax.div(output, CODES)
-        _store(hidden_ref, hidden, position, live, column, output < outputs)
+        sums = _product(refs, expert, near, split, x_ref, lax.div(pair, chosen), tile, activation["cuda"])
+        present = output < outputs
+        if tile.splits > 1:
+            for part, out_ref in zip(sums, out_refs, strict=True):
+                store_rows(out_ref, part, position, live, output, present, split)
+        else:
+            hidden = activated(*sums, triton.load(weights_ref.at[pair])[None, :], **activation)
+            store_rows(out_refs[0], hidden, position, live, place_by_code(output, outputs), present)
+
+
+def _activate_kernel(
+    gate_ref: object, up_ref: object, weights_ref: object, pair_ref: object, hidden_ref: object, *, activation: dict
+) -> None:
+    """Adds the parts of one pair's gate and up values and activates them, `ACTIVATED` outputs a program."""
+    triton = backend.triton()
+    splits, _, outputs = gate_ref.shape
+    tiles = -(-outputs // ACTIVATED)
+    position, tile = pl.program_id(0) // tiles, pl.program_id(0) % tiles
+    output = tile * ACTIVATED + jnp.arange(ACTIVATED, dtype=jnp.int32)
+    present = output < outputs
+    row = jnp.broadcast_to(position, output.shape)
+
+    def summed(ref: object) -> Array:
+        parts = [
+            triton.load(ref.at[jnp.full_like(row, part), row, output], mask=present, other=0.0)
+            for part in range(splits)
+        ]
+        return functools.reduce(operator.add, parts)[:, None]
+
+    routing = triton.load(weights_ref.at[triton.load(pair_ref.at[position])])
+    hidden = activated(summed(gate_ref), summed(up_ref), routing, **activation)
+    store_rows(hidden_ref, hidden, position[None], position[None] >= 0, place_by_code(output, outputs), present)
 
 
 def _down_kernel(
@@ -233,13 +217,10 @@ def _down_kernel(
     config: Config,
     cuda: bool,
 ) -> None:
-    """Expert outputs of one block for one tile of outputs, at the pairs' own places."""
+    """Expert outputs of one block for one tile of outputs, at the pairs' own places; float32 parts when cut."""
     triton, tile = backend.triton(), config.down
     experts, outputs, _ = words_ref.shape
-    tiles = -(-outputs // tile.outputs)
-    program = pl.program_id(0)
-    block = program // tiles
-    output = (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+    block, output, split = _place(tile, outputs)
     expert = triton.load(expert_ref.at[block])
 
     @pl.when(expert < experts)
@@ -249,19 +230,17 @@ def _down_kernel(
         position = jnp.where(live, position, triton.load(first_ref.at[block]))
         pair = triton.load(pair_ref.at[position])
         near = jnp.minimum(output, outputs - 1)
-        [total] = _product([(words_ref, scales_ref)], expert, near, hidden_ref, position, tile, cuda)
-        _store(out_ref, total.astype(jnp.bfloat16), pair, live, output, output < outputs)
+        [total] = _product([(words_ref, scales_ref)], expert, near, split, hidden_ref, position, tile, cuda)
+        leading = split if tile.splits > 1 else None
+        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, output < outputs, leading)
 
 
-def _store(ref: object, values: Array, row: Array, live: Array, column: Array, present: Array) -> None:
-    """ref[row, column] = values [columns, rows], turned so that columns are contiguous.
-
-    Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
-    """
-    shape = (row.shape[0], column.shape[0])
-    stored = jnp.broadcast_to(live[:, None], shape) & jnp.broadcast_to(present[None, :], shape)
-    place = jnp.where(stored, jnp.broadcast_to(row[:, None], shape), ref.shape[0])
-    backend.triton().store(ref.at[place, jnp.broadcast_to(column[None, :], shape)], values.T, mask=stored)
+def _place(tile: Tile, outputs: int) -> tuple[Array, Array, Array]:
+    """Block, outputs and split of this program."""
+    tiles = -(-outputs // tile.outputs)
+    program = pl.program_id(0)
+    output = (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+    return program // (tiles * tile.splits), output, (program // tiles) % tile.splits
 
 
 def grouped_experts(
@@ -276,65 +255,106 @@ def grouped_experts(
     quantize_hidden: bool,
     valid: Array,
     layers: int = 1,
-    config: Config | None = None,
+    layer: Array | int = 0,
+    config: Config | WideConfig | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `pallas_kernels.grouped_experts`; `unsupported` was asked, chosen experts lie in one of `layers` parts."""
+    """See `pallas_kernels.grouped_experts`; `unsupported` was asked, chosen experts lie in part `layer` of `layers`."""
     rows, chosen = expert_ids.shape
-    experts, hidden_width, _ = w1.packed.shape
-    pairs, width = rows * chosen, x.shape[1]
+    total, hidden_width, _ = w1.packed.shape
+    pairs, width, experts = rows * chosen, x.shape[1], total // layers
     if pairs == 0:
         return jnp.zeros((rows, width), jnp.float32)
-    config = config or config_for(pairs, experts // layers, width, hidden_width, backend.current_target().generation)
+    config = config or config_for(pairs, experts, width, hidden_width, backend.current_target().generation)
     cuda = packed_instructions() and not interpret
-    served = valid[:, None] & (expert_ids >= 0) & (expert_ids < experts)
-    ids = jnp.where(served, expert_ids, experts)
-    blocks = _blocks(ids.reshape(-1), experts, config.rows)
-    lists = (blocks.expert, blocks.first, blocks.end, blocks.pair)
-    count = blocks.expert.shape[0]
+    served = valid[:, None] & (expert_ids >= 0) & (expert_ids < total)
+    ids = jnp.where(served, expert_ids, total)
+    blocks = blocks_of(ids.reshape(-1), total, config.rows)
+    operands = (x, weights.reshape(-1), blocks, (w1, w3, w2))
+    options = {
+        "swiglu_limit": swiglu_limit,
+        "quantize_hidden": quantize_hidden,
+        "chosen": chosen,
+        "cuda": cuda,
+        "interpret": interpret,
+    }
+    if isinstance(config, WideConfig):
+        outputs = expert_outputs(*operands, experts=experts, first=layer * experts, config=config, **options)
+    else:
+        outputs = _expert_outputs(*operands, config=config, **options)
+    return _combine(outputs.reshape(rows, chosen, width), ids, served)
 
-    def call(kernel: object, tile: Tile, outputs: int, name: str, *operands: Array) -> Array:
+
+def _expert_outputs(
+    x: Array,
+    routing: Array,
+    blocks: Blocks,
+    weights: Sequence[ExpertWeights],
+    *,
+    chosen: int,
+    config: Config,
+    swiglu_limit: float,
+    quantize_hidden: bool,
+    cuda: bool,
+    interpret: bool,
+) -> Array:
+    """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served."""
+    gate, up, down = weights
+    hidden_width, pairs = gate.packed.shape[1], blocks.pair.shape[0]
+    lists = (blocks.expert, blocks.first, blocks.end, blocks.pair)
+
+    def call(kernel: object, tile: Tile, outputs: int, name: str, copies: int, *operands: Array) -> list[Array]:
+        """One product: `copies` arrays of float32 parts when the inner width is cut, else one of results."""
+        split = tile.splits > 1
+        shape = (tile.splits, pairs, outputs) if split else (pairs, outputs)
+        out = jax.ShapeDtypeStruct(shape, jnp.float32 if split else jnp.bfloat16)
         return backend.triton_call(
             kernel,
-            jax.ShapeDtypeStruct((pairs, outputs), jnp.bfloat16),
-            grid=(count * -(-outputs // tile.outputs),),
+            [out] * (copies if split else 1),
+            grid=(blocks.expert.shape[0] * -(-outputs // tile.outputs) * tile.splits,),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             interpret=interpret,
             name=name,
         )(*operands)
 
+    activation = {"swiglu_limit": swiglu_limit, "quantize_hidden": quantize_hidden, "cuda": cuda}
     hidden = call(
-        functools.partial(
-            _hidden_kernel,
-            config=config,
-            chosen=chosen,
-            swiglu_limit=swiglu_limit,
-            quantize_hidden=quantize_hidden,
-            cuda=cuda,
-        ),
+        functools.partial(_hidden_kernel, config=config, chosen=chosen, activation=activation),
         config.hidden,
         hidden_width,
         "grouped_experts_hidden",
-        by_code(x),
-        weights.reshape(-1),
+        2,
+        operand_of(x, cuda),
+        routing,
         *lists,
-        words_of(w1.packed),
-        w1.scales,
-        words_of(w3.packed),
-        w3.scales,
+        words_of(gate.packed),
+        gate.scales,
+        words_of(up.packed),
+        up.scales,
     )
-    outputs = call(
+    if config.hidden.splits > 1:
+        hidden = backend.triton_call(
+            functools.partial(_activate_kernel, activation=activation),
+            [jax.ShapeDtypeStruct((pairs, hidden_width), jnp.bfloat16)],
+            grid=(pairs * -(-hidden_width // ACTIVATED),),
+            num_warps=4,
+            num_stages=1,
+            interpret=interpret,
+            name="grouped_experts_activate",
+        )(*hidden, routing, blocks.pair)
+    [outputs] = call(
         functools.partial(_down_kernel, config=config, cuda=cuda),
         config.down,
-        width,
+        x.shape[1],
         "grouped_experts_down",
-        hidden,
+        1,
+        *hidden,
         *lists,
-        words_of(w2.packed),
-        w2.scales,
+        words_of(down.packed),
+        down.scales,
     )
-    return _combine(outputs.reshape(rows, chosen, width), ids, served)
+    return jnp.sum(outputs, axis=0).astype(jnp.bfloat16) if config.down.splits > 1 else outputs
 
 
 def _combine(outputs: Array, ids: Array, served: Array) -> Array:

@@ -5,16 +5,20 @@ arithmetic costs more than the bytes. Weights are read as 16-bit words of four c
 code of both becomes a bfloat16 pair in a handful of instructions and nothing is shuffled; elsewhere, and in interpret
 mode, the same values come from plain operations. Code `p` of the words are the inner dims 4 i + p, so the other operand
 goes through `by_code` once, in XLA.
+
+On CUDA a weight is its value times 2^-60 and the other operand is made 2^60 times as large (`OPERAND_POWER`): a code's
+bits are a bfloat16 times 2^-126, and one multiplication then both normalizes it and applies the scale. Exact for scales
+from 2^-72 to 2^61 and operands below 2^68; a larger scale gives infinities and NaN.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import by_residue, decode_e8m0, in_words, scaled_e2m1
-from pallas_kernels.triton_widening import power_bfloat16
 
 Array = jax.Array
 
@@ -22,6 +26,8 @@ CODES = 4
 """Codes of a word."""
 GROUP_WORDS = 32 // CODES
 """Words that share a scale."""
+OPERAND_POWER = 60
+"""Of two, by which the other operand of a product is multiplied where weights are widened by CUDA's instructions."""
 
 
 def words_of(packed: Array) -> Array:
@@ -39,10 +45,10 @@ def by_code(x: Array) -> Array:
 
 
 def e2m1_cuda(code: int) -> str:
-    """PTX: two words $1 and their scales $2 (a bfloat16 pair) -> values $0 of code `code` of each, a bfloat16 pair.
+    """PTX: two words $1 and their factors $2 (a bfloat16 pair) -> values $0 of code `code` of each, a bfloat16 pair.
 
     A code whose exponent and mantissa bits are moved to those of a bfloat16 is its value times 2^-126, the subnormal
-    code included, which `unit` takes back before the scale is applied.
+    code included; see `factors`.
     """
 
     def moved(target: str, by: int) -> str:
@@ -52,21 +58,26 @@ def e2m1_cuda(code: int) -> str:
 
     lines = [
         "{",
-        ".reg .b32 part, sign, unit;",
-        "mov.b32 unit, 0x7E807E80;",
+        ".reg .b32 part, sign;",
         moved("part", 6 - 4 * code),
         moved("sign", 12 - 4 * code),
         "and.b32 part, part, 0x01C001C0;",
         "lop3.b32 part, sign, 0x80008000, part, 0xEA;",
-        "mul.rn.bf16x2 part, part, unit;",
         "mul.rn.bf16x2 $0, part, $2;",
         "}",
     ]
     return "\n".join(lines)
 
 
+def factors(scales: Array) -> Array:
+    """uint8 E8M0 -> bfloat16 scales times 2^(126 - `OPERAND_POWER`); NaN past the largest, which 255 is."""
+    # The bits of an infinity and everything past them: one bound serves both.
+    bits = jnp.minimum((scales.astype(jnp.int32) << 7) + ((126 - OPERAND_POWER) << 7), 0x7FC0)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
 def widen_e2m1(words: Array, scales: Array, cuda: bool) -> list[Array]:
-    """Values [a, b] bfloat16, exact, one array for each code of a word.
+    """Values [a, b] bfloat16, exact, one array for each code of a word; on CUDA times 2^-`OPERAND_POWER`.
 
     words: [a, b] uint16; scales: [a, b / GROUP_WORDS] uint8 E8M0.
     """
@@ -80,7 +91,7 @@ def widen_e2m1(words: Array, scales: Array, cuda: bool) -> list[Array]:
             return (scaled_e2m1(codes).reshape(grouped) * powers).reshape(rows, count).astype(jnp.bfloat16)
 
         return [widen(words >> (4 * code)) for code in range(CODES)]
-    spread = jnp.broadcast_to(power_bfloat16(scales)[:, :, None], grouped).reshape(rows, count)
+    spread = jnp.broadcast_to(factors(scales)[:, :, None], grouped).reshape(rows, count)
     parts = []
     for code in range(CODES):
         [values] = backend.triton().elementwise_inline_asm(

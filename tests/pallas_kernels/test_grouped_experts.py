@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts import ExpertWeights, dense, grouped_experts, tpu, triton, xla
+from pallas_kernels.grouped_experts import ExpertWeights, blocks, dense, grouped_experts, tpu, triton, triton_wide, xla
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
 
@@ -116,17 +116,44 @@ def run_on_gpu(case, config=None, *, swiglu_limit=10.0, quantize_hidden=True):
 
 
 SMALL_TILES = triton.Config(16, triton.Tile(64, 16, 4, 1), triton.Tile(32, 16, 4, 1))
+WIDE_TILES = triton_wide.WideConfig(16, 64, 32, 4, 1)
+CUT_TILES = triton.Config(16, triton.Tile(64, 16, 4, 1, splits=3), triton.Tile(32, 16, 4, 1, splits=2))
 
 
 @pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("tiles", [SMALL_TILES, CUT_TILES, WIDE_TILES])
 @pytest.mark.parametrize("options", [{}, {"swiglu_limit": 0.0, "quantize_hidden": False}])
-def test_gpu_kernel_equals_the_oracle(rows, options):
-    case = expert_case(rows, rows=rows, experts=5, chosen=3, width=192, hidden=64, dtype=jnp.bfloat16, padding=2)
-    assert_meaning(run_on_gpu(case, SMALL_TILES, **options), case, **options)
+def test_gpu_kernel_equals_the_oracle(rows, tiles, options):
+    case = expert_case(rows, rows=rows, experts=5, chosen=3, width=192, hidden=128, dtype=jnp.bfloat16, padding=2)
+    assert_meaning(run_on_gpu(case, tiles, **options), case, **options)
+
+
+def test_wide_weights_of_a_few_experts_of_one_layer_at_a_time(monkeypatch):
+    monkeypatch.setattr(triton_wide, "MOST_AT_ONCE", 2)
+    case = expert_case(4, rows=20, experts=6, chosen=2, width=192, hidden=64, dtype=jnp.bfloat16, padding=1)
+    x, ids, routing, *matrices = case.arrays()
+    stacks = jax.tree.map(lambda part: jnp.stack([jnp.full_like(part, 255), part]), matrices)
+    joined = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stacks)
+    options = {"swiglu_limit": 10.0, "quantize_hidden": True, "valid": jnp.asarray(case.valid)}
+    found = triton.grouped_experts(
+        x, ids + 6, routing, *joined, layers=2, layer=jnp.int32(1), config=WIDE_TILES, interpret=True, **options
+    )
+    assert_meaning(np.asarray(found), case)
+
+
+def test_many_rows_an_expert_take_wide_weights():
+    assert isinstance(triton.config_for(4096 * 6, 96, 5120, 2304, "cuda"), triton_wide.WideConfig)
+    assert isinstance(triton.config_for(1024 * 6, 96, 5120, 2304, "cuda"), triton.Config)
+
+
+def test_few_pairs_of_the_release_are_cut_among_programs():
+    few, many = (triton.config_for(pairs, 96, 5120, 2304, "cuda") for pairs in (6, 384))
+    assert few.hidden.splits > 1 and few.down.splits > 1 and many.hidden.splits == many.down.splits == 1
+    assert 5120 // 4 % (few.hidden.inner * few.hidden.splits) == 0 == 2304 // 4 % (few.down.inner * few.down.splits)
 
 
 def test_gpu_kernel_orders_many_pairs_by_sorting(monkeypatch):
-    monkeypatch.setattr(triton, "MOST_COMPARED", 0)
+    monkeypatch.setattr(blocks, "MOST_COMPARED", 0)
     case = expert_case(6, rows=20, experts=7, chosen=2, hidden=64, dtype=jnp.bfloat16, padding=1)
     case.expert_ids[:5, 0] = 9
     assert_meaning(run_on_gpu(case, SMALL_TILES), case)

@@ -1,0 +1,72 @@
+"""What the kernels of the routed experts for GPUs have in common: gathered loads, masked stores, the activation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import backend
+from pallas_kernels.arithmetic import fake_q8_group
+from pallas_kernels.grouped_experts.widening import CODES, OPERAND_POWER, by_code
+
+Array = jax.Array
+
+
+def operand_of(x: Array, cuda: bool) -> Array:
+    """x [N, K] bfloat16 as the other operand of widened weights: in the order of `by_code`, at their power."""
+    operand = by_code(x)
+    return operand * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else operand
+
+
+def load_rows(ref: object, index: Array, first: Array, count: int, leading: Array | None = None) -> Array:
+    """ref[(leading,) index, first : first + count] as [len(index), count]."""
+    shape = (index.shape[0], count)
+    column = first + jnp.arange(count, dtype=jnp.int32)
+    place = [jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+    if leading is not None:
+        place.insert(0, jnp.broadcast_to(leading, shape))
+    return backend.triton().load(ref.at[tuple(place)])
+
+
+def store_rows(
+    ref: object, values: Array, row: Array, live: Array, column: Array, present: Array, leading: Array | None = None
+) -> None:
+    """ref[(leading,) row, column] = values [columns, rows], turned so that columns are contiguous.
+
+    Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
+    """
+    shape = (row.shape[0], column.shape[0])
+    stored = jnp.broadcast_to(live[:, None], shape) & jnp.broadcast_to(present[None, :], shape)
+    place = [
+        jnp.where(stored, jnp.broadcast_to(row[:, None], shape), ref.shape[-2]),
+        jnp.broadcast_to(column[None, :], shape),
+    ]
+    if leading is not None:
+        place.insert(0, jnp.broadcast_to(leading, shape))
+    backend.triton().store(ref.at[tuple(place)], values.T, mask=stored)
+
+
+def swiglu(gate: Array, up: Array, limit: float) -> Array:
+    """silu(gate) * up with the clamps of `pallas_kernels.grouped_experts`, float32."""
+    if limit > 0:
+        gate = jnp.minimum(gate, limit)
+        up = jnp.minimum(jnp.maximum(up, -limit), limit)
+    return gate / (1.0 + jnp.exp(-gate)) * up
+
+
+def activated(
+    gate: Array, up: Array, routing: Array, *, swiglu_limit: float, quantize_hidden: bool, cuda: bool
+) -> Array:
+    """Hidden values [outputs, rows] bfloat16 as the second product's operand, from float32 sums of whole groups."""
+    gate, up = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in (gate, up))
+    hidden = (routing * swiglu(gate, up, swiglu_limit)).astype(jnp.bfloat16)
+    if quantize_hidden:
+        groups = hidden.reshape(hidden.shape[0] // 32, 32, hidden.shape[1])
+        hidden = fake_q8_group(groups, axis=1).reshape(hidden.shape)
+    return hidden * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else hidden
+
+
+def place_by_code(output: Array, outputs: int) -> Array:
+    """Where `by_code` puts the dims `output` of `outputs`."""
+    return lax.rem(output, CODES) * (outputs // CODES) + lax.div(output, CODES)
