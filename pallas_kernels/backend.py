@@ -125,7 +125,8 @@ def choose(operation: str, implementation: str, candidates: Mapping[str, Candida
     Args:
       operation: name of the folder.
       implementation: "auto", "xla" or "pallas".
-      candidates: the Pallas routes that exist, by route name.
+      candidates: the Pallas routes that exist, by route name. A route that is not there needs none, by what the
+        operation's docstring says, and gets the definition under "pallas" too.
 
     Raises:
       KernelUnsupportedError: "pallas" was asked for and cannot run here.
@@ -141,6 +142,8 @@ def choose(operation: str, implementation: str, candidates: Mapping[str, Candida
         problem = candidate.unsupported
     if implementation == "xla":
         choice = Choice("xla", False, "asked for")
+    elif implementation == "pallas" and candidate is None:
+        choice = Choice("xla", False, f"the {target.route} route needs no kernel")
     elif implementation == "pallas":
         if problem is not None:
             raise KernelUnsupportedError(operation, problem)

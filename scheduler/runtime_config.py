@@ -333,10 +333,6 @@ def _tier_faults(config: EngineConfig) -> list[str]:
             faults.append(f"{name} {seconds} must lie in (0, 600] seconds")
     if config.uses_tiers and not config.enable_prefix_caching:
         faults.append("pages beyond the device (host, disk or shared cache) need enable_prefix_caching")
-    if config.uses_tiers and config.num_processes > 1:
-        faults.append(
-            f"pages beyond the device (host, disk or shared cache) work in one process, not in {config.num_processes}"
-        )
     if config.uses_tiers and not config.encoder_swa_bounded_replay and not config.state_checkpoint_interval_tokens:
         faults.append(
             "pages beyond the device need encoder_swa_bounded_replay, or checkpoint images: "
@@ -450,10 +446,6 @@ def _speculation_faults(config: EngineConfig, view: ModelView) -> list[str]:
         if config.speculative_model is not None:
             faults.append(
                 f"speculative_model {config.speculative_model!r}: the draft's weights are the checkpoint's own"
-            )
-        if config.num_processes > 1:
-            faults.append(
-                f"speculation runs in one process, not in {config.num_processes}: leave speculative_method unset"
             )
         budget = config.of_shard().max_num_batched_tokens
         if 1 <= budget <= config.num_speculative_tokens:

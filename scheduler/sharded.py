@@ -31,6 +31,9 @@ from scheduler.sequence import RequestId, RequestOutput, Sequence
 from scheduler.sharded_batch import ShardSizes, join_batches
 from scheduler.tiers.sharded import ShardedTiers
 
+REPLY_TOKENS = 256
+"""Tokens that a reply is taken to have, unless its request allows fewer, where prefixes are weighed against places."""
+
 Totals = TypeVar("Totals", Counters, Statistics)
 
 
@@ -119,16 +122,19 @@ class ShardedScheduler:
     def choose(self, sequence: Sequence) -> int:
         """The shard for a new request.
 
-        Among the shards that could admit it now, or among all if none can, it is the one with the longest reusable
-        prefix; of equal ones that with the most free places (the shortest queue), then the most free pages, then the
-        first.
+        Among the shards that could admit it now, or among all if none can, it is the one where the tokens that it need
+        not compute, those of its reusable prefix, and those of a reply for every free place (or for a shorter queue)
+        are the most: a step takes as long as its largest shard, so that a request on a fuller shard costs a row for
+        every token of its reply. Of equal ones it is the one with the longer prefix, then the most free pages, then
+        the first.
         """
         length = sequence.num_finalized_tokens
+        reply = min(sequence.sampling.max_tokens, REPLY_TOKENS)
 
         def worth(shard: Scheduler) -> tuple[bool, int, int, int]:
             hit = shard.manager.find_hit(sequence, length)
             room = shard.room_for(sequence, hit)
-            return room >= 0, hit.tokens, shard.free_places, room
+            return room >= 0, hit.tokens + reply * shard.free_places, hit.tokens, room
 
         values = [worth(shard) for shard in self.shards]
         return max(range(len(values)), key=lambda index: (values[index], -index))

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import allocate
-from v41jax.page_transfer import DevicePages, page_planes
+from v41jax.page_transfer import ONE_DEVICE, DevicePages, page_planes, run_transfer
 from v41jax.state_copies import allocate_images
 
 PAGES, SLOTS, IMAGES = 11, 2, 3
@@ -24,6 +24,8 @@ FORMATS = {
 
 
 class Runner(types.SimpleNamespace):
+    transfers, transfer = ONE_DEVICE, run_transfer
+
     def replace_pools(self, pools):
         self.pools = pools
 

@@ -76,7 +76,7 @@ def test_the_search_knows_every_mesh_that_divides(planner):
 def test_a_plan_holds_what_the_allocator_would_make(planner, params):
     plan = planner.plan(Parallel(8, 8, "data_model"), params)
     geometry = planner.setup(plan.parallel).geometry
-    left = int(plan.memory_bytes * (0.9 - 0.05)) - plan.weight_bytes
+    left = int(plan.memory_bytes * 0.9) - plan.budget.scratch_bytes - plan.weight_bytes
     assert plan.budget.num_pages == (left - 64 * geometry.state_bytes) // geometry.page_unit_bytes
     assert plan.pool_bytes <= left
     assert plan.pages == 8 * plan.budget.num_pages

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from v41jax.sampling import SamplingInputs, sample
+from v41jax.sampling import SamplingInputs, kept, sample
 
 
 def inputs(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=0, positions=0):
@@ -100,3 +102,49 @@ def test_the_largest_temperature_draws_evenly_among_what_is_allowed():
 def test_min_p_of_one_keeps_the_best_tokens_only():
     drawn = draw(np.tile([1.0, 3.0, 3.0, 2.0], (256, 1)), inputs(256, seeds=np.arange(256), temperature=5.0, min_p=1.0))
     assert set(drawn.tolist()) == {1, 2}
+
+
+ROWS, VOCABULARY = 3, 12
+VALUES = st.sampled_from([0.0, -0.0, -0.5, -1.0, -1e-30, -20.0, -np.inf, np.nan]) | st.floats(-6, 0, width=32)
+KEPT = jax.jit(kept)
+
+
+@jax.jit
+def kept_by_rank(scaled, parameters):
+    """The definition by ranks: which of them pass every filter, sent back to the tokens."""
+    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    rank = jnp.arange(scaled.shape[1])[None, :]
+    keep = rank < jnp.where(parameters.top_k > 0, parameters.top_k, scaled.shape[1])[:, None]
+    probability = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    keep &= (before < parameters.top_p[:, None]) | (parameters.top_p[:, None] >= 1)
+    keep &= probability >= parameters.min_p[:, None] * probability[:, :1]
+    keep |= rank == 0
+    return jnp.zeros(scaled.shape, bool).at[jnp.arange(scaled.shape[0])[:, None], order].set(keep), keep
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    scaled=st.lists(VALUES, min_size=ROWS * VOCABULARY, max_size=ROWS * VOCABULARY),
+    top_k=st.lists(st.integers(0, VOCABULARY + 1), min_size=ROWS, max_size=ROWS),
+    top_p=st.lists(st.sampled_from([1.0, 0.5, 1e-9]) | st.floats(2.0**-20, 1, width=32), min_size=ROWS, max_size=ROWS),
+    min_p=st.lists(st.sampled_from([0.0, 1.0]) | st.floats(0, 1, width=32), min_size=ROWS, max_size=ROWS),
+)
+def test_a_cutoff_keeps_exactly_the_tokens_that_pass_every_filter_by_rank(scaled, top_k, top_p, min_p):
+    values = np.array(scaled, np.float32).reshape(ROWS, VOCABULARY)
+    parameters = inputs(ROWS, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected, ranks = map(np.asarray, kept_by_rank(values, parameters))
+    found = np.asarray(KEPT(values, parameters))
+    # Of sums that round down again the definition by ranks keeps a rank after one that it dropped.
+    runs = np.cumprod(ranks, axis=1).sum(axis=1)
+    assert found.sum(axis=1).tolist() == runs.tolist()
+    whole = runs == ranks.sum(axis=1)
+    assert np.array_equal(found[whole], expected[whole])
+    assert (found <= expected).all()
+
+
+def test_a_cutoff_among_equals_keeps_the_smaller_ids():
+    values = np.array([[-1.0, 0.0, -0.0, -1.0, 0.0, np.nan]], np.float32)
+    for count, tokens in enumerate(([1], [1, 2], [1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4]), start=1):
+        assert np.flatnonzero(np.asarray(kept(jnp.asarray(values), inputs(1, top_k=count)))[0]).tolist() == tokens

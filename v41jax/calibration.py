@@ -34,7 +34,7 @@ def measure_profile(engine: Engine, prompts: Sequence[Prompt], identity: Identit
     Raises:
       ValueError: the engine does not report confidences, or no block was verified.
     """
-    drafts, config = engine.core.drafts, engine.config
+    drafts, config = engine.core.drafts, engine.config.of_shard()
     if drafts is None or not drafts.confidence:
         raise ValueError("calibration needs an engine with speculation that was built to calibrate")
     width = config.num_speculative_tokens
@@ -65,10 +65,10 @@ def measure_profile(engine: Engine, prompts: Sequence[Prompt], identity: Identit
 
 
 def _rates(engine: Engine, prompts: Sequence[Prompt], width: int) -> Iterator[tuple[int, float]]:
-    """(rows, decode steps per second), of several ways to fill as many rows the slowest."""
+    """(rows of the largest data shard, decode steps per second), of several ways to fill as many rows the slowest."""
     slowest: dict[int, float] = {}
-    for requests in decode_ladder(engine.config.max_num_seqs):
-        chosen = [prompts[index % len(prompts)] for index in range(requests)]
+    for requests in decode_ladder(engine.config.of_shard().max_num_seqs):
+        chosen = [prompts[index % len(prompts)] for index in range(requests * engine.config.data_shards)]
         for proposals in range(width + 1):
             _run(engine, chosen, proposals)  # compiles what is not compiled yet
             engine.core.step_times.clear()

@@ -78,34 +78,47 @@ def step_rates(rows: Sequence[int], rates: Sequence[float], last: int) -> Float:
     return np.interp(np.arange(last + 1), points[order], np.minimum.accumulate(values[order]))
 
 
-def choose_lengths(survivals: ArrayLike, rates: ArrayLike, limits: ArrayLike | None = None) -> NDArray[np.int64]:
+def choose_lengths(
+    survivals: ArrayLike, rates: ArrayLike, limits: ArrayLike | None = None, homes: ArrayLike | None = None
+) -> NDArray[np.int64]:
     """How many proposals of each request to verify: the most tokens per second that confidence and cost promise.
 
     Proposals are admitted in falling order of survival as long as each one raises the expected rate (DSpark
     specification, "Verification width"). Stopping at the first that does not keeps the decision free of later ones.
+    Over several data shards, whose steps have the rows of the largest, a row more there admits the best proposal of
+    every shard that has room below it.
 
     Args:
       survivals: [n, S], never increasing along a row.
-      rates: [B], forwards per second by rows, the last entry holding for more.
+      rates: [B], forwards per second by rows of the largest shard, the last entry holding for more.
       limits: [n] most proposals of each request (room before its length limit); None is `S`.
+      homes: [n] data shard of each request; None is one for all.
 
     Returns:
       [n] lengths 0..S.
     """
     values, speed = np.asarray(survivals, np.float64), np.asarray(rates, np.float64)
     count, width = values.shape
+    homes = np.zeros(count, np.int64) if homes is None else np.asarray(homes, np.int64)
+    anchors = np.bincount(homes, minlength=1)
     request, place = np.divmod(np.arange(count * width), width)
     flat = values.reshape(-1)
     # Equal survivals in block order, so that what is admitted is a prefix of every block.
     order = np.lexsort((request, place, -flat))
     if limits is not None:
         order = order[place[order] < np.asarray(limits)[request[order]]]
-    expected = count + np.concatenate([[0.0], np.cumsum(flat[order])])
-    rows = count + np.arange(expected.size)
-    promised = expected * speed[np.minimum(rows, speed.size - 1)]
+    # The rows of its shard once a proposal and all before it are admitted: at no less rows is it part of the step.
+    rank = np.zeros(order.size, np.int64)
+    for shard in range(len(anchors)):
+        mine = homes[request[order]] == shard
+        rank[mine] = anchors[shard] + 1 + np.arange(mine.sum())
+    first = anchors.max()
+    levels = np.arange(first, max(rank.max(initial=first), first) + 1)
+    gained = np.bincount(np.maximum(rank, first) - first, weights=flat[order], minlength=levels.size)
+    promised = (count + np.cumsum(gained)) * speed[np.minimum(levels, speed.size - 1)]
     worse = np.flatnonzero(promised[1:] <= promised[:-1])
-    admitted = int(worse[0]) if worse.size else order.size
-    return np.bincount(request[order[:admitted]], minlength=count)
+    level = levels[worse[0]] if worse.size else levels[-1]
+    return np.bincount(request[order[rank <= level]], minlength=count)
 
 
 def round_up_lengths(lengths: ArrayLike, buckets: Sequence[int]) -> int:

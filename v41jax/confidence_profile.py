@@ -22,7 +22,7 @@ from checkpoints.index_file import INDEX_NAME
 from v41jax.confidence import Blocks, Reliability
 from v41jax.model import ModelSetup
 
-VERSION = 1
+VERSION = 2
 
 
 class ProfileError(ValueError):
@@ -108,8 +108,9 @@ class Profile:
     Attributes:
       identity: where it holds.
       draft_width: proposals of a block.
-      max_num_seqs: most requests of a step that was measured.
-      sps_table: forwards per second; the index is rows, 0 .. max_num_seqs * (draft_width + 1).
+      max_num_seqs: most requests of a step that was measured, on one data shard.
+      sps_table: forwards per second; the index is rows of the largest data shard,
+        0 .. max_num_seqs * (draft_width + 1).
       sts_temperatures: one per position.
       evidence: hashes of the raw measurements, and the held-out metrics.
 
@@ -183,6 +184,8 @@ class Profile:
 
     def check(self, identity: Identity, *, draft_width: int, max_num_seqs: int) -> None:
         """Refuses a profile that was not measured with the running process's model, mesh, caches, device and versions.
+
+        `max_num_seqs` is that of one data shard.
 
         Raises:
           ProfileError: with every difference.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,17 @@ from v41jax.engine_requests import Delta, Generation, LiveRequest, Prompt
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
+from v41jax.following import own_draft
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
+from v41jax.leading_runners import LeadingDraftRunner, LeadingRunner
 from v41jax.memory_budget import PoolBudget, plan_pools
 from v41jax.mesh_draft_runner import MeshDraftRunner, load_draft_on_mesh
-from v41jax.mesh_memory import mesh_transfers
 from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
-from v41jax.multihost import Followers, LeadingRunner, hosts_of, join
-from v41jax.page_transfer import ONE_DEVICE, DevicePages
+from v41jax.multihost import Followers, hosts_of, join
+from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
@@ -134,8 +134,7 @@ class Engine:
         config = EngineConfig() if config is None else config
         hosts = hosts_of(config)
         directory = Path(directory)
-        if config.speculative_model is not None and Path(config.speculative_model).resolve() == directory.resolve():
-            config = dataclasses.replace(config, speculative_model=None)
+        config = own_draft(config, directory)
         try:
             model_config = ModelConfig.from_file(directory)
         except ConfigError as error:
@@ -191,23 +190,17 @@ class Engine:
                     draft = load_draft_parameters(checkpoint, **stored)
                 else:
                     draft = load_draft_on_mesh(checkpoint, mesh, parallel, **stored)
-            budget = plan_pools(config.of_shard(), geometry, max_model_len, (params, tower, draft, tables_held))
+            budget = plan_pools(config.of_shard(), setup, (params, tower, draft, tables_held))
             pages, slots, shards = budget.num_pages, budget.num_slots, parallel.data
             scheduler = make_scheduler(config, view, geometry, pages, slots, deferred=not drafts)
-            make_runner: Callable[..., ModelRunner] = ModelRunner
+            place: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
             if draft is not None:
-                confidence = calibrates or profile is not None
-                kind = DraftRunner if mesh is None else MeshDraftRunner
-                make_runner = functools.partial(kind, draft_parameters=draft, confidence=confidence)
-            elif mesh is not None:
-                make_runner = MeshRunner
-            if mesh is not None:
-                make_runner = functools.partial(make_runner, mesh=mesh)
+                place |= {"draft_parameters": draft, "confidence": calibrates or profile is not None}
             if hosts is not None:
                 followers = Followers(hosts)
                 resources.append(followers)
-                make_runner = functools.partial(LeadingRunner, mesh=mesh, followers=followers)
-            runner = make_runner(
+                place["followers"] = followers
+            runner = _runner_kind(mesh is not None, draft is not None, hosts is not None)(
                 params,
                 setup,
                 num_pages=shards * pages,
@@ -215,6 +208,7 @@ class Engine:
                 num_images=shards * budget.num_images,
                 execution="EAGER" if config.enforce_eager else config.execution_mode,
                 scores_prompts=config.prompt_logprobs,
+                **place,
             )
             buckets = Buckets.default(config.of_shard(), geometry, pages, max_model_len)
             engine_drafts = EngineDrafts(scheduler, runner, profile) if isinstance(runner, DraftRunner) else None
@@ -522,15 +516,21 @@ class Engine:
         return {**self.core.runner.summary(), **dataclasses.asdict(self.budget)}
 
 
+def _runner_kind(mesh: bool, drafts: bool, leads: bool) -> type[ModelRunner]:
+    """The runner of an engine on a mesh or on one device, that drafts or not, that leads other processes or not."""
+    if leads:
+        return LeadingDraftRunner if drafts else LeadingRunner
+    if mesh:
+        return MeshDraftRunner if drafts else MeshRunner
+    return DraftRunner if drafts else ModelRunner
+
+
 def _open_tiers(
     config: EngineConfig, runner: ModelRunner, checkpoint: Checkpoint, lookup: EngramLookup | None
 ) -> PageTiers | ShardedTiers:
     """The tiers of the options, tied to a runner's pages; every transfer is compiled."""
     geometry, shards = runner.setup.geometry, runner.setup.parallel.data
-    transfers = ONE_DEVICE
-    if isinstance(runner, MeshRunner):
-        transfers = mesh_transfers(runner.mesh, runner.setup.parallel, runner.pools)
-    memories = [DevicePages(runner, geometry, transfers, shard) for shard in range(shards)]
+    memories = [DevicePages(runner, geometry, shard) for shard in range(shards)]
     layout, identity = memories[0].layout, cache_identity(config, geometry, checkpoint, lookup)
     memories[0].warm_up(images=not config.encoder_swa_bounded_replay)
     store = open_store(config, layout, identity)

@@ -53,7 +53,7 @@ class StepTimes:
 
     Attributes:
       phase: of the step.
-      rows: scheduled rows.
+      rows: scheduled rows, of the data shard that has most.
       plan: scheduling and building arrays.
       lookup: hashing and gathering Engram rows.
       vision: encoding images and collecting their rows.
@@ -240,7 +240,7 @@ class EngineCore:
         self.step_times.append(
             StepTimes(
                 phase=batch.phase,
-                rows=batch.num_rows,
+                rows=max(part.num_rows for part in batch.shards if part is not None),
                 plan=built - began - waited,
                 lookup=looked_up - built,
                 vision=encoded - looked_up,

@@ -58,7 +58,7 @@ def matching_profile(config: EngineConfig, directory: Path, setup: ModelSetup, w
             eager=config.enforce_eager,
         ),
         draft_width=config.num_speculative_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.of_shard().max_num_seqs,
     )
     return profile
 
@@ -228,7 +228,11 @@ class EngineDrafts:
             return np.zeros(0, np.int64)
         nothing = np.full(self._width, 0.5)
         rows = np.stack([self._confidences.get(sequence.request_id, nothing) for sequence in sequences])
-        return choose_lengths(survival(rows, self.profile.sts_temperatures), self.profile.sps_table, limits)
+        homes = None
+        if isinstance(self._scheduler, ShardedScheduler):
+            homes = [self._scheduler.home(sequence.request_id) for sequence in sequences]
+        survivals = survival(rows, self.profile.sts_temperatures)
+        return choose_lengths(survivals, self.profile.sps_table, limits, homes)
 
     def statistics(self) -> dict[str, Any]:
         """Totals, acceptance by position, accepted lengths and tokens per step, as plain values."""

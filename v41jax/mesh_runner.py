@@ -23,8 +23,9 @@ from v41jax.draft_parameters import DraftParameters
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.layers.rows import Phase
 from v41jax.mesh_forward import mesh_forward, whole_step
-from v41jax.mesh_memory import IMAGE_SPECS, MeshStateCopies
+from v41jax.mesh_memory import IMAGE_SPECS, MeshStateCopies, mesh_transfers
 from v41jax.model import ModelSetup
+from v41jax.page_transfer import Transfers
 from v41jax.parameters import (
     Parameters,
     TensorSource,
@@ -176,6 +177,11 @@ class MeshRunner(ModelRunner):
 
     def _make_copies(self) -> StateCopies:
         return MeshStateCopies(self.mesh, self.setup.parallel, self._pools)
+
+    @functools.cached_property
+    def transfers(self) -> Transfers:
+        """As of `ModelRunner`; over several processes every one of them reads what any shard holds."""
+        return mesh_transfers(self.mesh, self.setup.parallel, self._pools, shared=jax.process_count() > 1)
 
     def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
         return jit_mesh_step(self.mesh, self.setup, shape.phase.value, arguments)

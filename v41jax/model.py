@@ -22,7 +22,16 @@ from v41jax.bounded_replay import Queries, last_rows, tail_rows, take_rows
 from v41jax.config import CandidateRole, LayerMode, LayerTopology, ModelConfig
 from v41jax.flow import Flow, LayerRecord, Record, Recorded, collect, spread
 from v41jax.layers import collectives
-from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
+from v41jax.layers.attention import (
+    KeyMemory,
+    Selection,
+    attend,
+    query_latent,
+    window_latents,
+    window_rows,
+    write_ring,
+    write_window_keys,
+)
 from v41jax.layers.collectives import Parallel
 from v41jax.layers.compressor import OwnerMemory, compress
 from v41jax.layers.engram import embed_rows, engram
@@ -450,7 +459,10 @@ def block(
     text, precision = setup.config.text, setup.precision
     flow = engram_update(weights, topology, flow, step)
     inputs = attention_input(weights, flow, setup)
-    kv = window_rows(inputs, weights.attention, rows.angles(topology.ratio), text, setup.kernels)
+    if step.phase == "decode":
+        kv = window_latents(inputs, weights.attention, setup.kernels)
+    else:
+        kv = window_rows(inputs, weights.attention, rows.angles(topology.ratio), text, setup.kernels)
     if step.queries is not None:
         rows = step.queries.rows
         flow, inputs = take_rows((flow, inputs), step.queries.index)
@@ -481,7 +493,7 @@ class AttentionInputs(NamedTuple):
 
     Attributes:
       normalized: [N, D].
-      kv: [M, d] window keys before their Q8, of `Step.rows`.
+      kv: [M, d] window keys before their Q8, of `Step.rows`; in decode their latents, before norm and rotation too.
       rows: of the N queries.
     """
 
@@ -522,7 +534,19 @@ def attention_sublayer(
     rings = window.reshape(-1, *window.shape[2:])
     write = {"window_format": geometry.window_format}
     if step.phase == "decode":
-        rings = write_ring(rings, kv, step.rows, requests.slots, ring_offset, **write)
+        angles = step.rows.angles(topology.ratio)
+        rings = write_window_keys(
+            rings,
+            kv,
+            weights.attention,
+            angles,
+            step.rows,
+            requests.slots,
+            ring_offset,
+            text=text,
+            kernels=kernels,
+            **write,
+        )
         in_forward = kv[:0]
     else:
         in_forward = fake_q8(kv) if precision.activation_quantization else kv

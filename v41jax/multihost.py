@@ -1,8 +1,7 @@
 """One engine over several processes: process 0 schedules and serves, the others run the same steps.
 
 JAX joins the devices (`jax.distributed`); every process then runs the same programs in the same order. What varies
-between steps are host arrays, and those travel from process 0 to the followers over a connection of their own. Table
-rows of the Engram do not travel: each host reads its own files.
+between steps are host arrays, and those travel from process 0 to the followers over a connection of their own.
 
 The same connections tell who is alive. A process that ends, or is silent for `SILENCE_S`, ends the others: a
 collective cannot be left once a participant is gone, so the survivor says which process was lost and exits.
@@ -10,9 +9,7 @@ collective cannot be left once a participant is gone, so the survivor says which
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
 import os
 import pickle
@@ -22,29 +19,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from checkpoints.engram_tables import EngramTables
-from checkpoints.load import Checkpoint
-from scheduler.batch import BatchStep, EngramRows
-from scheduler.buckets import StepShape
-from scheduler.model_view import ModelView
-from scheduler.runtime_config import EngineConfig, validate_runtime_config
-from scheduler.states import StateMaintenanceOps
-from v41jax.config import ModelConfig
+from scheduler.batch import EngramRows
+from scheduler.runtime_config import EngineConfig
 from v41jax.engram_lookup import EngramLookup
-from v41jax.mesh_runner import MeshRunner, load_on_mesh
-from v41jax.model import ModelSetup
-from v41jax.parameters import WeightForm
-from v41jax.precision import Precision
-from v41jax.runner import StepOutput, StepSampling
-from v41jax.sharding import arrangement, check_mesh, make_mesh
-from v41jax.token_map import load_token_map
 
 BEAT_S = 1.0
 """Seconds between signs of life."""
@@ -241,89 +222,9 @@ class Followers:
             link.close()
 
 
-class LeadingRunner(MeshRunner):
-    """The runner of process 0: whatever it does, the followers do too."""
-
-    def __init__(self, *arguments: Any, followers: Followers, **options: Any):
-        self._followers = followers
-        self._warming = False
-        sizes = {name: options[name] for name in ("num_pages", "num_slots", "num_images", "scores_prompts")}
-        followers.send("build", sizes)
-        super().__init__(*arguments, **options)
-
-    def warm_up(self, shapes: Any, *, images: bool = False) -> None:
-        """As of `ModelRunner`."""
-        shapes = tuple(shapes)
-        self._followers.send("warm_up", shapes, images)
-        self._warming = True
-        super().warm_up(shapes, images=images)
-        self._warming = False
-
-    def execute(
-        self,
-        shape: StepShape,
-        batch: BatchStep,
-        engram_rows: EngramRows,
-        sampling: StepSampling,
-        ops: StateMaintenanceOps | None = None,
-        image_rows: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> StepOutput:
-        """As of `ModelRunner`."""
-        self._followers.send("execute", shape, batch, sampling, ops, image_rows)
-        return super().execute(shape, batch, engram_rows, sampling, ops, image_rows)
-
-    def load_adjustments(self, slot: int, row: np.ndarray) -> None:
-        """As of `ModelRunner`."""
-        if not self._warming:
-            self._followers.send("load_adjustments", slot, row)
-        super().load_adjustments(slot, row)
-
-
-def follow_checkpoint(directory: Path, config: EngineConfig) -> None:
-    """Follows process 0 on one checkpoint until it stops.
-
-    Args:
-      directory: the checkpoint, as process 0 has it.
-      config: options of process 0, with this process's `process_id`.
-
-    Raises:
-      ValueError: options that cannot be served.
-    """
-    hosts = hosts_of(config)
-    if hosts is None:
-        raise ValueError("only a service of several processes has followers: give --coordinator HOST:PORT")
-    root = json.loads((directory / "config.json").read_text())
-    model_config = ModelConfig.from_dict(root)
-    view = ModelView.from_config(model_config, root)
-    validate_runtime_config(config, view)
-    parallel = arrangement(config.mesh, config.enable_expert_parallel, config.expert_exchange)
-    check_mesh(model_config, parallel)
-    join(hosts)
-    mesh = make_mesh(parallel)
-    precision = Precision(jnp.dtype(config.dtype), config.activation_quantization)
-    form: WeightForm = "dequantized" if jax.default_backend() == "cpu" else "stored"
-    setup = ModelSetup(model_config, config.geometry(view), precision, config.kernels, parallel)
-    with contextlib.ExitStack() as held:
-        checkpoint = held.enter_context(Checkpoint.open(directory))
-        lookup = None
-        if model_config.text.engram_layer_ids:
-            tables = EngramTables.open(checkpoint)
-            held.callback(tables.close)
-            lookup = EngramLookup(model_config, load_token_map(directory, model_config), tables)
-        params = load_on_mesh(
-            checkpoint,
-            mesh,
-            parallel,
-            max_model_len=config.model_len(view),
-            form=form,
-            dtype=precision.activation_dtype,
-        )
-        follow(hosts, lambda sizes: MeshRunner(params, setup, mesh=mesh, **sizes), lookup)
-
-
 def follow(
     hosts: Hosts,
-    build: Callable[[dict[str, Any]], MeshRunner],
+    build: Callable[[dict[str, Any]], Any],
     lookup: EngramLookup | None,
     on_lost: Callable[[str], None] = _end,
 ) -> None:
@@ -331,7 +232,7 @@ def follow(
 
     Args:
       hosts: of this process.
-      build: makes the runner for the sizes that process 0 chose.
+      build: makes the runner with the options that process 0 chose; its methods are what process 0 orders.
       lookup: Engram rows of this host; None without Engram layers.
       on_lost: called when process 0 is gone.
     """
@@ -351,7 +252,7 @@ def follow(
             messages.put(message)
 
     threading.Thread(target=listen, name="v41jax-listen", daemon=True).start()
-    runner: MeshRunner | None = None
+    runner: Any = None
     while True:
         message = messages.get()
         if message is None or message[0] == "stop":
@@ -361,15 +262,14 @@ def follow(
         if command == "build":
             runner = build(arguments[0])
             continue
-        assert runner is not None
         if command == "warm_up":
             runner.warm_up(arguments[0], images=arguments[1])
-        elif command == "load_adjustments":
-            runner.load_adjustments(*arguments)
-        else:
+        elif command == "execute":
             shape, batch, sampling, ops, image_rows = arguments
             engram_rows = EngramRows((), ()) if lookup is None else lookup.step_rows(batch)
             runner.execute(shape, batch, engram_rows, sampling, ops, image_rows)
+        else:
+            getattr(runner, command)(*arguments)
 
 
 def _connect(hosts: Hosts) -> Connection:

@@ -7,7 +7,7 @@ effect in program order with the steps. Each compiled program handles one of a f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools
 from scheduler.tiers.layout import TransferLayout
 from v41jax.state_copies import Images
-
-if TYPE_CHECKING:
-    from v41jax.runner import ModelRunner
 
 PAGE_BUCKETS = (1, 8, 64)
 """Pages that one compiled transfer moves."""
@@ -105,7 +102,7 @@ def image_contents(images: Images, rows: Array) -> tuple[Array, Array]:
 
 
 def with_images(images: Images, rows: Array, window: Array, cursor: Array) -> Images:
-    """Overwrites STATE images (donated); arguments as `gather_images` gives them, masked rows as for pages."""
+    """Overwrites STATE images (donated); arguments as `image_contents` gives them, masked rows as for pages."""
     layers, _, *rest = images.window.shape
     return Images(
         _write(images.window, (slice(None), rows), window, (layers, *rest)),
@@ -113,19 +110,14 @@ def with_images(images: Images, rows: Array, window: Array, cursor: Array) -> Im
     )
 
 
-gather_pages = jax.jit(page_contents)
-scatter_pages = jax.jit(with_pages, donate_argnums=0)
-gather_images = jax.jit(image_contents)
-scatter_images = jax.jit(with_images, donate_argnums=0)
-
-
 class Transfers(NamedTuple):
-    """Compiled transfers of a runner's memory; of several data shards all ids count inside their shard, and arguments
-    and results are those of the shards, one after the other.
+    """Compiled transfers of a runner's memory: of the pools or images, the data shard that is meant (scalar int32), ids
+    inside it, and for a write what `with_pages` and `with_images` take.
 
     Attributes:
       gather_pages, scatter_pages, gather_images, scatter_images: see `page_contents`, `with_pages`, `image_contents`
-        and `with_images`.
+        and `with_images`. A gather gives the rows of the shard that is meant, or those of all shards one after the
+        other, of which the others mean nothing.
       shards: data shards.
     """
 
@@ -136,7 +128,49 @@ class Transfers(NamedTuple):
     shards: int = 1
 
 
-ONE_DEVICE = Transfers(gather_pages, scatter_pages, gather_images, scatter_images)
+TransferName = Literal["gather_pages", "scatter_pages", "gather_images", "scatter_images"]
+
+ONE_DEVICE = Transfers(
+    jax.jit(lambda pools, shard, pages: page_contents(pools, pages)),
+    jax.jit(lambda pools, shard, *written: with_pages(pools, *written), donate_argnums=0),
+    jax.jit(lambda images, shard, rows: image_contents(images, rows)),
+    jax.jit(lambda images, shard, *written: with_images(images, *written), donate_argnums=0),
+)
+
+
+class TransferringRunner(Protocol):
+    """A runner as far as transfers go; `ModelRunner` is one."""
+
+    num_pages: int
+
+    @property
+    def transfers(self) -> Transfers: ...
+    @property
+    def pools(self) -> Pools: ...
+    @property
+    def images(self) -> Images: ...
+    def replace_pools(self, pools: Pools) -> None: ...
+    def replace_images(self, images: Images) -> None: ...
+    def transfer(self, name: TransferName, *arguments: Any) -> Any: ...
+
+
+def run_transfer(runner: TransferringRunner, name: TransferName, *arguments: Any) -> Any:
+    """Runs one transfer on a runner's memory; what it writes takes the place of the pools or images.
+
+    Args:
+      runner: of the memory.
+      name: of the transfer.
+      arguments: after the pools or images.
+
+    Returns:
+      What a gather reads; None for a scatter.
+    """
+    pages = name.endswith("pages")
+    result = getattr(runner.transfers, name)(runner.pools if pages else runner.images, *arguments)
+    if name.startswith("gather"):
+        return result
+    (runner.replace_pools if pages else runner.replace_images)(result)
+    return None
 
 
 class DevicePages:
@@ -146,94 +180,76 @@ class DevicePages:
       layout: of the bytes.
     """
 
-    def __init__(
-        self, runner: ModelRunner, geometry: V41PoolGeometry, transfers: Transfers = ONE_DEVICE, shard: int = 0
-    ):
+    def __init__(self, runner: TransferringRunner, geometry: V41PoolGeometry, shard: int = 0):
         """Nothing is compiled yet.
 
         Args:
           runner: whose pools and images are read and written.
           geometry: of the pools.
-          transfers: of the runner's memory.
           shard: which data shard's pages these are; ids count inside it.
         """
         self.layout = TransferLayout.of(geometry)
         self._runner = runner
-        self._transfers = transfers
-        self._shard = shard
+        self._shard = np.int32(shard)
 
     @property
     def _pages(self) -> int:
-        return int(self._runner.num_pages) // self._transfers.shards
+        return int(self._runner.num_pages) // self._runner.transfers.shards
 
     @property
     def _images(self) -> int:
-        return int(self._runner.images.cursor.shape[0]) // self._transfers.shards
+        return int(self._runner.images.cursor.shape[0]) // self._runner.transfers.shards
 
-    def _spread(self, ids: Sequence[int], buckets: tuple[int, ...], filling: int) -> np.ndarray:
-        """Ids of all shards for one program: this shard's, and of the others what is masked."""
-        own = _padded(ids, buckets, filling)
-        whole = np.full((self._transfers.shards, len(own)), filling, np.int32)
-        whole[self._shard] = own
-        return whole.reshape(-1)
-
-    def _first(self, places: np.ndarray) -> int:
-        """Where this shard's part of the places begins."""
-        return self._shard * (len(places) // self._transfers.shards)
-
-    def _own(self, rows: Array) -> np.ndarray:
-        """This shard's part of a result, read from one of the devices that hold it."""
-        count = rows.shape[0] // self._transfers.shards
+    def _own(self, rows: Array, asked: int) -> np.ndarray:
+        """This shard's rows of a gather of `asked` ids, read from one of the devices that hold them."""
+        first = int(self._shard) * asked if rows.shape[0] > asked else 0
         for part in rows.addressable_shards:
-            if (part.index[0].start or 0) == self._shard * count:
+            if (part.index[0].start or 0) == first:
                 return np.asarray(part.data)
         raise RuntimeError(f"no device of this process holds data shard {self._shard}")
 
     def warm_up(self, images: bool) -> None:
         """Compiles every transfer; nothing is overwritten."""
-        unit = self.layout.unit_bytes
+        run, unit = self._runner.transfer, self.layout.unit_bytes
         for count in PAGE_BUCKETS:
-            count *= self._transfers.shards
-            self._transfers.gather_pages(self._runner.pools, np.zeros(count, np.int32))
+            run("gather_pages", self._shard, np.zeros(count, np.int32))
             masked = np.full(count, self._pages, np.int32)
-            data = np.zeros((count, unit), np.uint8)
-            self._runner.replace_pools(self._transfers.scatter_pages(self._runner.pools, masked, data))
+            run("scatter_pages", self._shard, masked, np.zeros((count, unit), np.uint8))
         for count in IMAGE_BUCKETS if images else ():
-            count *= self._transfers.shards
-            window, cursor = self._transfers.gather_images(self._runner.images, np.zeros(count, np.int32))
+            window, cursor = run("gather_images", self._shard, np.zeros(count, np.int32))
             masked = np.full(count, self._images, np.int32)
-            arrays = np.zeros(window.shape, np.uint8), np.zeros(cursor.shape, np.int32)
-            self._runner.replace_images(self._transfers.scatter_images(self._runner.images, masked, *arrays))
+            arrays = np.zeros((count, *window.shape[1:]), np.uint8), np.zeros((count, *cursor.shape[1:]), np.int32)
+            run("scatter_images", self._shard, masked, *arrays)
 
     def read_pages(self, pages: Sequence[int]) -> Callable[[], list[bytes]]:
         """Starts to read pages; see `PageMemory`."""
         parts = []
         for ids in _chunks(pages, PAGE_BUCKETS):
-            places = self._spread(ids, PAGE_BUCKETS, 0)
-            parts.append((self._transfers.gather_pages(self._runner.pools, places), len(ids)))
-        return lambda: [row.tobytes() for data, count in parts for row in self._own(data)[:count]]
+            asked = _padded(ids, PAGE_BUCKETS, 0)
+            parts.append((self._runner.transfer("gather_pages", self._shard, asked), len(asked), len(ids)))
+        return lambda: [row.tobytes() for data, asked, count in parts for row in self._own(data, asked)[:count]]
 
     def write_pages(self, contents: Mapping[int, bytes]) -> None:
         """Overwrites pages; see `PageMemory`."""
         for ids in _chunks(list(contents), PAGE_BUCKETS):
-            places = self._spread(ids, PAGE_BUCKETS, self._pages)
+            places = _padded(ids, PAGE_BUCKETS, self._pages)
             data = np.zeros((len(places), self.layout.unit_bytes), np.uint8)
-            for row, page in enumerate(ids, self._first(places)):
+            for row, page in enumerate(ids):
                 data[row] = np.frombuffer(contents[page], np.uint8)
-            self._runner.replace_pools(self._transfers.scatter_pages(self._runner.pools, places, data))
+            self._runner.transfer("scatter_pages", self._shard, places, data)
 
     def read_images(self, images: Sequence[int]) -> Callable[[], list[bytes]]:
         """Starts to read STATE images by row of the image array; see `PageMemory`."""
         parts = []
         for ids in _chunks(images, IMAGE_BUCKETS):
-            places = self._spread(ids, IMAGE_BUCKETS, 0)
-            parts.append((*self._transfers.gather_images(self._runner.images, places), len(ids)))
+            asked = _padded(ids, IMAGE_BUCKETS, 0)
+            parts.append((*self._runner.transfer("gather_images", self._shard, asked), len(asked), len(ids)))
 
         def result() -> list[bytes]:
             found = []
-            for window, cursor, count in parts:
-                cursors = self._own(cursor).astype("<i8")
-                rows = zip(self._own(window)[:count], cursors[:count], strict=True)
+            for window, cursor, asked, count in parts:
+                cursors = self._own(cursor, asked).astype("<i8")
+                rows = zip(self._own(window, asked)[:count], cursors[:count], strict=True)
                 found += [ring.tobytes() + history.tobytes() for ring, history in rows]
             return found
 
@@ -243,13 +259,13 @@ class DevicePages:
         """Overwrites STATE images; see `PageMemory`."""
         rings = self.layout.image[0].bytes
         for ids in _chunks(list(contents), IMAGE_BUCKETS):
-            places = self._spread(ids, IMAGE_BUCKETS, self._images)
+            places = _padded(ids, IMAGE_BUCKETS, self._images)
             window = np.zeros((len(places), rings), np.uint8)
             cursor = np.zeros((len(places), self._runner.images.cursor.shape[1]), np.int32)
-            for place, row in enumerate(ids, self._first(places)):
+            for place, row in enumerate(ids):
                 window[place] = np.frombuffer(contents[row], np.uint8, rings)
                 cursor[place] = np.frombuffer(contents[row], "<i8", offset=rings)
-            self._runner.replace_images(self._transfers.scatter_images(self._runner.images, places, window, cursor))
+            self._runner.transfer("scatter_images", self._shard, places, window, cursor)
 
 
 def _chunks(ids: Sequence[int], buckets: tuple[int, ...]) -> list[Sequence[int]]:

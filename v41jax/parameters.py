@@ -423,13 +423,13 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
 
     moe = stacked.moe
     weights = take(stacked._replace(moe=None))
+    attention = {name: OfRun(getattr(stacked.attention, name), layer) for name in ("sink", "q_norm", "kv_norm", "wo_a")}
+    router = moe.router._replace(bias=OfRun(moe.router.bias, layer), bias_vl=OfRun(moe.router.bias_vl, layer))
     return weights._replace(
         attn_norm=OfRun(stacked.attn_norm, layer),
         ffn_norm=OfRun(stacked.ffn_norm, layer),
-        attention=weights.attention._replace(
-            q_norm=OfRun(stacked.attention.q_norm, layer), wo_a=OfRun(stacked.attention.wo_a, layer)
-        ),
-        moe=MoeWeights(take(moe.router), moe.experts, take(moe.shared), layer),
+        attention=weights.attention._replace(**attention),
+        moe=MoeWeights(router._replace(weight=of_layer(router.weight)), moe.experts, take(moe.shared), layer),
     )
 
 

@@ -137,9 +137,8 @@ class Planner:
         """
         setup, chip = self.setup(parallel), self.chip
         weights = chip_bytes(params, weight_specs(params, parallel), parallel)
-        slots = share(self.engine.max_num_seqs, parallel.data)
-        engine = dataclasses.replace(self.engine, max_num_seqs=slots)
-        budget = size_pools(engine, setup.geometry, chip.memory_bytes, weights)
+        shard = dataclasses.replace(self.engine, mesh={"data": parallel.data, "model": parallel.model}).of_shard()
+        budget, slots = size_pools(shard, setup, chip.memory_bytes, weights), shard.max_num_seqs
         pools = abstract_pools(setup, budget.num_pages, budget.num_slots)
         rows = Rows(slots, slots, slots, self.context)
         sent = expected_collectives(self.config, parallel, rows)

@@ -32,6 +32,7 @@ from v41jax.flow import Flow
 from v41jax.layers.rows import Phase
 from v41jax.layers.vision import write_image_rows
 from v41jax.model import ForwardOutput, ModelSetup, forward, head
+from v41jax.page_transfer import ONE_DEVICE, TransferName, Transfers, run_transfer
 from v41jax.parameters import Parameters
 from v41jax.piecewise import PiecewiseStep
 from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
@@ -302,6 +303,15 @@ class ModelRunner:
     def replace_images(self, images: Images) -> None:
         """Puts other contents in place."""
         self._images = images
+
+    @property
+    def transfers(self) -> Transfers:
+        """What reads and writes pages and images as bytes."""
+        return ONE_DEVICE
+
+    def transfer(self, name: TransferName, *arguments: Any) -> Any:
+        """See `run_transfer`."""
+        return run_transfer(self, name, *arguments)
 
     # Compilation ---------------------------------------------------------------------------------------------
 

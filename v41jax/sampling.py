@@ -138,15 +138,26 @@ def _row_noise(seed: Array, position: Array, vocabulary: int) -> Array:
     return jax.random.gumbel(key, (vocabulary,), jnp.float32)
 
 
-def _kept(scaled: Array, inputs: SamplingInputs) -> Array:
-    """Which tokens survive top-k, then top-p, then min-p. [F, V] bool; the best token always survives.
+def kept(scaled: Array, inputs: SamplingInputs) -> Array:
+    """Which tokens survive top-k, then top-p, then min-p; the best token always does.
 
     Tokens are ranked by logit, the smaller id first among equals. top-p and min-p are measured on the distribution
-    that the filters before them left.
+    that the filters before them left. What survives is a run of the best tokens, so that its last one says it all: a
+    token is kept unless it ranks after that one, and nothing is sent back from ranks to ids, which on a mesh would
+    reduce a whole [F, V] over all chips.
+
+    Args:
+      scaled: [F, V] float32, logits over the temperature.
+      inputs: per-row parameters.
+
+    Returns:
+      [F, V] bool.
     """
     vocabulary = scaled.shape[-1]
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
+    # NaN ranks last, and -0.0 equals 0.0, as `lax.sort` compares.
+    descending, order = jax.lax.sort((-scaled, ids), dimension=1, num_keys=2)
+    ranked = -descending
     rank = jnp.arange(vocabulary, dtype=jnp.int32)
     limit = jnp.where(inputs.top_k > 0, inputs.top_k, vocabulary)
     keep = rank[None, :] < limit[:, None]
@@ -155,8 +166,13 @@ def _kept(scaled: Array, inputs: SamplingInputs) -> Array:
     keep &= (before < inputs.top_p[:, None]) | (inputs.top_p[:, None] >= 1)
     keep &= probability >= inputs.min_p[:, None] * probability[:, :1]
     keep |= rank[None, :] == 0
-    rows = jnp.arange(scaled.shape[0])[:, None]
-    return jnp.zeros(scaled.shape, bool).at[rows, order].set(keep)
+    # Rounding may let a later rank through where an earlier one failed: the run ends before the first that failed.
+    last = jnp.where(jnp.all(keep, axis=-1), vocabulary, jnp.argmin(keep, axis=-1))[:, None] - 1
+    value = jnp.take_along_axis(ranked, last, axis=-1)
+    missing, last_missing = jnp.isnan(scaled), jnp.isnan(value)
+    equal = (scaled == value) | (missing & last_missing)
+    after = (scaled < value) | (missing & ~last_missing) | (equal & (ids > jnp.take_along_axis(order, last, axis=-1)))
+    return ~after
 
 
 def sample(logits: Array, inputs: SamplingInputs) -> Array:
@@ -184,7 +200,7 @@ def sample(logits: Array, inputs: SamplingInputs) -> Array:
         filtered = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
         scaled = jax.lax.cond(
             jnp.any(filtered & ~is_greedy),
-            lambda: jnp.where(_kept(scaled, inputs), scaled, -jnp.inf),
+            lambda: jnp.where(kept(scaled, inputs), scaled, -jnp.inf),
             lambda: scaled,
         )
         noise = jax.vmap(_row_noise, in_axes=(0, 0, None))(inputs.seeds, inputs.positions, logits.shape[-1])

@@ -65,8 +65,9 @@ def config_for(rows: int, inputs: int, outputs: int, generation: str, weights: i
 
 MOST_ROWS = 64
 """The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
-LEAST_WEIGHT = 2**22
-"""Weight elements below which XLA's product of one row, fused with the widening, was measured to be no slower."""
+LEAST_WEIGHT = 2**21
+"""Weight elements below which XLA computes the product of one row. It widens the weight to memory first, in a launch
+more; at 2^22 elements it was measured to be slower."""
 
 
 def preferred(rows: int, weight: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.sparse_attention import tpu, triton, xla
@@ -37,6 +38,9 @@ def sparse_attention(
     scale: float,
     main_format: str,
     window_format: str,
+    ring_offset: Array | int = 0,
+    layer: Array | int | None = None,
+    rotate_query: bool = False,
     implementation: str = "auto",
 ) -> Array:
     """Shared-latent attention over selected rows plus window rows, with a sink, rotated back to position 0.
@@ -49,7 +53,7 @@ def sparse_attention(
     dr rotated dims (the last ones of d), M rows computed in this forward.
 
     Args:
-      query: [N, H, d] activation dtype (bfloat16 or float32), rotated.
+      query: [N, H, d] activation dtype (bfloat16 or float32), rotated unless `rotate_query`.
       sink: [H] float32, raw logits; not multiplied by `scale`, no value row.
       selected: [N, K] int32 compressed entry ids of the row's request; only the first `selected_counts` are read.
         K = 0 for layers with a window only.
@@ -75,6 +79,9 @@ def sparse_attention(
       scale: multiplies the dot products (d ** -0.5 in this model).
       main_format: "bf16", "float" or "fp4".
       window_format: "bf16", "float" or "fp8".
+      ring_offset: added to the slots, int32 scalar or int.
+      layer: int32 scalar or int; `sink` then has one more leading axis, layers.
+      rotate_query: the query is rotated here, by `cos` and `sin`, in float32 and rounded to the activation dtype.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -96,13 +103,20 @@ def sparse_attention(
         "sparse_attention",
         implementation,
         {
-            "triton": backend.Candidate(triton.unsupported(query, main, ring, cos), triton.preferred(query.shape[0])),
+            "triton": backend.Candidate(triton.unsupported(query, main, ring, cos)),
             "tpu": backend.Candidate(tpu.unsupported(query, main, ring, selected, in_forward, window)),
         },
     )
+    kernel = functools.partial(triton.sparse_attention, interpret=choice.interpret)
+    if choice.implementation == "triton":
+        kernel = functools.partial(kernel, ring_offset=ring_offset, layer=layer, rotate_query=rotate_query)
+    else:
+        sink = sink if layer is None else lax.dynamic_index_in_dim(sink, layer, keepdims=False)
+        query = xla.rotate(query, cos, sin) if rotate_query else query
+        slots = slots + ring_offset
     run = {
         "xla": xla.sparse_attention,
-        "triton": functools.partial(triton.sparse_attention, interpret=choice.interpret),
+        "triton": kernel,
         "tpu": functools.partial(tpu.sparse_attention, interpret=choice.interpret),
     }[choice.implementation]
     return run(

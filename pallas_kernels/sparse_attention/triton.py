@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1, scaled_e4m3
-from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
+from pallas_kernels.sparse_attention.xla import SCORE_FLOOR, rotate
 
 Array = jax.Array
 
@@ -39,6 +39,7 @@ class Config:
       parts: how many pieces of the latent width a tile is loaded in; more pieces need less shared memory at a time.
       splits: programs among which the list of one query row is cut.
       num_warps, num_stages: of the program that walks the list.
+      joined: heads of one program that joins splits.
     """
 
     keys: int
@@ -47,6 +48,15 @@ class Config:
     splits: int
     num_warps: int
     num_stages: int
+    joined: int = 4
+
+
+MOST_ROTATED = 32
+"""Heads of a program up to which it rotates its query; with more, registers that hold the sums would be spilled."""
+
+FEW_ROWS = 4
+"""Query rows up to which a program takes 16 heads and few keys: many programs, and accumulators that fit the registers.
+One row is bound by launches: two of them against the seven of XLA's chain."""
 
 
 def config_for(rows: int, heads: int, width: int, listed: int, generation: str) -> Config:
@@ -59,6 +69,9 @@ def config_for(rows: int, heads: int, width: int, listed: int, generation: str) 
     else:
         base = Config(keys=64, heads=min(64, block), parts=1, splits=1, num_warps=8, num_stages=2)
         programs = 132
+        if rows <= FEW_ROWS:
+            base = Config(keys=32, heads=16, parts=1, splits=1, num_warps=8, num_stages=1, joined=1)
+            programs = 160
     while width < 64 * base.parts:
         base = dataclasses.replace(base, parts=base.parts // 2)
     used = max(1, rows * -(-heads // base.heads))
@@ -78,15 +91,6 @@ def unsupported(query: Array, main: Array | None, ring: Array, cos: Array) -> st
         if plane is not None and plane.dtype == jnp.uint8 and SIGNED_OFFSETS[0] <= plane.size <= SIGNED_OFFSETS[1]:
             return f"the {name} plane has {plane.size} bytes; offsets between 2 and 4 GiB do not fit the lowering"
     return None
-
-
-LEAST_ROWS = 8
-"""Query rows from which the kernel was measured to be faster than XLA; one row is a few small XLA kernels."""
-
-
-def preferred(rows: int) -> bool:
-    """Whether `auto` takes the kernel for `rows` query rows: where it won on an H200."""
-    return rows >= LEAST_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +159,10 @@ def _accumulate(query: list[Array], state: tuple, pieces: list[Array], valid: Ar
     return new_peak, total, sums
 
 
-def _rotate_back(values: Array, first_dim: int, width: int, cos_ref: object, sin_ref: object, row: Array) -> Array:
-    """Undoes RoPE on dims first_dim .. of values [H, size] bfloat16; dims that are not rotated keep their value."""
+def _rotate(
+    values: Array, first_dim: int, width: int, cos_ref: object, sin_ref: object, row: Array, back: bool
+) -> Array:
+    """RoPE, or its inverse, on dims first_dim .. of values [H, size] bfloat16; other dims keep their value."""
     heads, size = values.shape
     pairs = cos_ref.shape[-1]
     pair = first_dim // 2 + jnp.arange(size // 2, dtype=jnp.int32) - (width // 2 - pairs)
@@ -168,6 +174,7 @@ def _rotate_back(values: Array, first_dim: int, width: int, cos_ref: object, sin
         part.reshape(heads, size // 2).astype(jnp.float32)
         for part in lax.split(values.reshape(heads, size // 2, 2), (1, 1), axis=2)
     )
+    sin = sin if back else -sin
     turned = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=-1)
     return turned.reshape(heads, size).astype(values.dtype)
 
@@ -176,15 +183,15 @@ def _finish(
     refs: tuple, row: Array, first_head: Array, heads: int, peak: Array, total: Array, sums: tuple, width: int
 ) -> None:
     """Adds the sink, divides, rounds, rotates back and stores; a row without keys or request stores zeros."""
-    sink_ref, cos_ref, sin_ref, live, out_ref = refs
+    sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref = refs
     head = first_head + jnp.arange(heads, dtype=jnp.int32)
     present = head < out_ref.shape[1]
-    sink = backend.triton().load(sink_ref.at[jnp.where(present, head, 0)])
+    sink = backend.triton().load(sink_ref.at[jnp.full((heads,), layer_ref[0]), jnp.where(present, head, 0)])
     total = total + jnp.exp2(sink * jnp.float32(LOG2_E) - peak)
     for piece, part in enumerate(sums):
         size = part.shape[1]
         quotient = (part / total[:, None]).astype(jnp.bfloat16)
-        turned = _rotate_back(quotient, piece * size, width, cos_ref, sin_ref, row)
+        turned = _rotate(quotient, piece * size, width, cos_ref, sin_ref, row, back=True)
         backend.triton().store(
             out_ref.at[row, pl.ds(first_head, heads), pl.ds(piece * size, size)],
             jnp.where(live, turned, jnp.zeros_like(turned)),
@@ -209,6 +216,8 @@ def _walk_kernel(
     own_ref: object,
     cos_ref: object,
     sin_ref: object,
+    offset_ref: object,
+    layer_ref: object,
     *out_refs: object,
     config: Config,
     geometry: _Geometry,
@@ -229,6 +238,13 @@ def _walk_kernel(
         )
         for p in range(config.parts)
     ]
+    if geometry.rotate_query:
+        query = [
+            _rotate(part, p * size, width, cos_ref, sin_ref, row, back=False)
+            if (p + 1) * size > geometry.still
+            else part
+            for p, part in enumerate(query)
+        ]
     batch = backend.triton().load(batch_ref.at[row])
     live = batch >= 0
     request = jnp.where(live, batch, 0)
@@ -246,7 +262,7 @@ def _walk_kernel(
         sources.append(_Source(main_ref, geometry.main_format, count, in_main))
     fresh_from = backend.triton().load(from_ref.at[row]) if geometry.fresh else position + 1
     fresh_from = jnp.minimum(jnp.maximum(fresh_from, lowest), position + 1)
-    slot = backend.triton().load(slots_ref.at[request])
+    slot = offset_ref[0] + backend.triton().load(slots_ref.at[request])
     sources.append(
         _Source(
             ring_ref,
@@ -287,7 +303,7 @@ def _walk_kernel(
         passed = passed + count
     peak, total, sums = state
     if config.splits == 1:
-        refs = (sink_ref, cos_ref, sin_ref, live, out_refs[0])
+        refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_refs[0])
         _finish(refs, row, first_head, config.heads, peak, total, sums, width)
         return
     sums_ref, peak_ref, total_ref = out_refs
@@ -303,6 +319,7 @@ def _join_kernel(
     peak_ref: object,
     total_ref: object,
     sink_ref: object,
+    layer_ref: object,
     batch_ref: object,
     cos_ref: object,
     sin_ref: object,
@@ -339,14 +356,17 @@ def _join_kernel(
         )
         sums += shrink[:, None] * part.reshape(heads, width)
     live = backend.triton().load(batch_ref.at[row]) >= 0
-    _finish((sink_ref, cos_ref, sin_ref, live, out_ref), row, first_head, heads, peak, total, (sums,), width)
+    refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref)
+    _finish(refs, row, first_head, heads, peak, total, (sums,), width)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
-    """Static sizes the kernel needs beyond the shapes of its refs."""
+    """Static sizes the kernel needs beyond the shapes of its refs; `still` dims are not rotated."""
 
     width: int
+    still: int
+    rotate_query: bool
     window: int
     selected: int
     page_rows: int
@@ -379,6 +399,9 @@ def sparse_attention(
     scale: float,
     main_format: str,
     window_format: str,
+    ring_offset: Array | int = 0,
+    layer: Array | int | None = None,
+    rotate_query: bool = False,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -388,10 +411,20 @@ def sparse_attention(
         return query
     listed = selected.shape[1] + window
     config = config or config_for(rows, heads, width, listed, backend.current_target().generation)
+    if rotate_query and config.heads > MOST_ROTATED:
+        query, rotate_query = rotate(query, cos, sin), False
+    if layer is None:
+        sink, layer = sink[None], 0
+
+    def scalar(x: Array | int) -> Array:
+        return jnp.asarray(x, jnp.int32).reshape(1)
+
     # Arrays of no elements stand for lists that are not there; the kernel never reads the stand-ins.
     one_row = jnp.zeros((1, 1), jnp.int32)
     geometry = _Geometry(
         width=width,
+        still=width - 2 * cos.shape[1],
+        rotate_query=rotate_query,
         window=window,
         selected=selected.shape[1],
         page_rows=main.shape[1] if selected.shape[1] else 1,
@@ -419,6 +452,8 @@ def sparse_attention(
         in_forward_row,
         cos,
         sin,
+        scalar(ring_offset),
+        scalar(layer),
     )
     head_blocks = -(-heads // config.heads)
     out = jax.ShapeDtypeStruct((rows, heads, width), query.dtype)
@@ -442,13 +477,12 @@ def sparse_attention(
     )(*operands)
     if config.splits == 1:
         return results[0]
-    joined_heads = 4
     return backend.triton_call(
-        functools.partial(_join_kernel, heads=joined_heads, splits=config.splits, width=width),
+        functools.partial(_join_kernel, heads=config.joined, splits=config.splits, width=width),
         out,
-        grid=(rows * -(-heads // joined_heads),),
+        grid=(rows * -(-heads // config.joined),),
         num_warps=4,
         num_stages=1,
         interpret=interpret,
         name="sparse_attention_join",
-    )(*results, operands[1], batch_ids, cos, sin)
+    )(*results, operands[1], operands[-1], batch_ids, cos, sin)

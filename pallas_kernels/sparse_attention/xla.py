@@ -34,6 +34,17 @@ def rotate_back(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([kept, round_to(pairs.reshape(tail.shape), x.dtype)], axis=-1)
 
 
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """RoPE on the last 2 x [..., dr/2] dims of x [N, H, d], float32 inside, rounded to x's dtype."""
+    rotated = 2 * cos.shape[-1]
+    kept, tail = x[..., :-rotated], x[..., -rotated:].astype(jnp.float32)
+    pairs = tail.reshape(*tail.shape[:-1], -1, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return jnp.concatenate([kept, round_to(turned.reshape(tail.shape), x.dtype)], axis=-1)
+
+
 def sparse_attention(
     query: Array,
     sink: Array,

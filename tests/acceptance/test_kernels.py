@@ -21,10 +21,12 @@ OPERATIONS = (
     "grouped_linear",
     "index_scores",
     "quantized_rows",
+    "route",
     "select_candidates",
     "select_topk",
     "sparse_attention",
     "stream_mixes",
+    "window_key_write",
 )
 
 

@@ -75,13 +75,15 @@ def linear_arguments(rows: int, outputs: int, inputs: int) -> tuple:
 def gpu_builds() -> Iterator[Build]:
     """Every Triton-route kernel of these operations."""
     for name, rows, packed, fresh in (
+        ("bf16 1 rows", 1, False, 0),
+        ("packed 1 rows", 1, True, 0),
         ("bf16 64 rows", 64, False, 0),
         ("packed 64 rows", 64, True, 0),
         ("bf16 4096 rows", 4096, False, 4096),
     ):
         yield Build(
             f"sparse_attention {name}",
-            functools.partial(attention_triton.sparse_attention, **attention_options(packed)),
+            functools.partial(attention_triton.sparse_attention, rotate_query=True, **attention_options(packed)),
             attention_arguments(rows, packed, fresh),
         )
     for rows in (1, 4096):

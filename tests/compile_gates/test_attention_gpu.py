@@ -24,6 +24,8 @@ def test_kernel_compiles_within_the_target(name, target):
         assert kernel.shared_bytes <= gpu.SHARED_LIMIT[target]
         assert kernel.spills <= SPILLS, f"{kernel.name} spills {kernel.spills} bytes a thread"
         if "join" not in kernel.name:
-            assert ("wgmma" if target == "sm_90" else "v_mfma") in kernel.assembly
+            # Few rows take 16 heads a program, fewer than a warp group multiplies.
+            cuda = "mma.sync" if name in ("sparse_attention bf16 1 rows", "sparse_attention packed 1 rows") else "wgmma"
+            assert (cuda if target == "sm_90" else "v_mfma") in kernel.assembly
     if "experts" in name and target == "sm_90":
         assert "mul.rn.bf16x2" in kernels[0].assembly

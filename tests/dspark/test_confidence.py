@@ -74,6 +74,37 @@ def test_lengths_are_the_published_ones_and_admit_prefixes(confidences, rates, d
     assert (lengths <= limits).all()
 
 
+@given(
+    st.lists(st.lists(eighths, min_size=3, max_size=3), min_size=1, max_size=4),
+    st.lists(st.integers(1, 64), min_size=1, max_size=20),
+    st.data(),
+)
+def test_over_data_shards_a_step_costs_the_rows_of_the_largest(confidences, rates, data):
+    survivals = np.cumprod(confidences, axis=1)
+    count, rates = len(confidences), sorted(rates, reverse=True)
+    homes = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    limits = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    lengths = choose_lengths(survivals, rates, limits, homes)
+    assert (lengths <= limits).all()
+
+    def admitted(level):
+        """Lengths, and tokens per second, when no shard may have more rows than the level."""
+        chosen = [0] * count
+        for shard in set(homes):
+            mine = [request for request in range(count) if homes[request] == shard]
+            flat = sorted((-survivals[r][place], place, r) for r in mine for place in range(limits[r]))
+            for _, _, request in flat[: level - len(mine)]:
+                chosen[request] += 1
+        expected = count + sum(survivals[request][:length].sum() for request, length in enumerate(chosen))
+        return chosen, expected * rates[min(level, len(rates) - 1)]
+
+    most = max(homes.count(shard) + sum(limits[r] for r in range(count) if homes[r] == shard) for shard in set(homes))
+    level = max(homes.count(shard) for shard in set(homes))
+    while level < most and admitted(level + 1)[1] > admitted(level)[1]:
+        level += 1
+    assert lengths.tolist() == admitted(level)[0]
+
+
 def test_free_rows_verify_everything_and_dear_ones_nothing():
     values = survival(CONFIDENCES, ONES)
     assert choose_lengths(values, [50.0]).tolist() == [5, 5]

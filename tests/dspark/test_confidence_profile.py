@@ -106,10 +106,10 @@ def test_broken_profiles_are_refused(changes, message):
 
 
 def broken_files():
-    root = {"version": 1, **dataclasses.asdict(profile())}
-    yield "[1]", "no calibration profile of version 1"
+    root = {"version": 2, **dataclasses.asdict(profile())}
+    yield "[1]", "no calibration profile of version 2"
     yield "{", "not a JSON file"
-    yield json.dumps(root | {"version": 2}), "found 2"
+    yield json.dumps(root | {"version": 1}), "found 1"
     yield json.dumps({key: value for key, value in root.items() if key != "sps_table"}), "lacks sps_table"
     yield json.dumps(root | {"speed": 1}), "unknown field 'speed'"
     yield json.dumps(root | {"identity": {"device": "cpu"}}), "identity must have exactly the fields"

@@ -1,15 +1,13 @@
 """Serves a few requests through the engine on virtual devices; to be run in a process of its own.
 
 `python -m tests.mesh.serving CHECKPOINT MESH...`, a mesh as `MODEL` or `MODEL:experts`; prints one JSON object a mesh:
-its tokens, cached tokens, and bytes of the weights on one device. `CHECKPOINT MESH HOST:PORT PROCESS` is one of two
-processes, which serves the second request only and stays after it.
+its tokens, cached tokens, and bytes of the weights on one device.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +15,8 @@ import numpy as np
 from scheduler.runtime_config import EngineConfig
 from scheduler.sequence import SamplingParams
 from v41jax.engine import Engine
-from v41jax.multihost import follow_checkpoint
 
 PREFIX = 64
-HOSTS = sys.argv[3:] if len(sys.argv) == 5 and ":" in sys.argv[3] and sys.argv[4] in ("0", "1") else []
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -30,7 +26,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
     return [first, random.integers(3, vocabulary - 10, 37).tolist(), first[:PREFIX] + first[5:30]]
 
 
-def options(name: str, hosts: list[str]) -> EngineConfig:
+def options(name: str) -> EngineConfig:
     """Options of one mesh."""
     model, _, experts = name.partition(":")
     return EngineConfig(
@@ -44,9 +40,6 @@ def options(name: str, hosts: list[str]) -> EngineConfig:
         decode_buckets=(4,),
         mesh={"data": 1, "model": int(model)},
         enable_expert_parallel=bool(experts),
-        coordinator=hosts[0] if hosts else None,
-        num_processes=2 if hosts else 1,
-        process_id=int(hosts[1]) if hosts else 0,
     )
 
 
@@ -56,11 +49,8 @@ def serve(engine: Engine) -> dict[str, object]:
     first, second, third = prompts(vocabulary)
     greedy = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     drawn = SamplingParams(max_tokens=5, temperature=1.0, seed=9, ignore_eos=True, logit_bias=((7, 1.0),))
-    if HOSTS:
-        results = engine.generate([engine.prompt(second, drawn)])
-    else:
-        results = engine.generate([engine.prompt(first, greedy), engine.prompt(second, drawn)])
-        results += engine.generate([engine.prompt(third, greedy)])
+    results = engine.generate([engine.prompt(first, greedy), engine.prompt(second, drawn)])
+    results += engine.generate([engine.prompt(third, greedy)])
     return {
         "tokens": [list(result.tokens) for result in results],
         "cached": [result.cached_tokens for result in results],
@@ -71,14 +61,9 @@ def serve(engine: Engine) -> dict[str, object]:
 
 def main() -> None:
     checkpoint = Path(sys.argv[1])
-    if HOSTS and HOSTS[1] == "1":
-        follow_checkpoint(checkpoint, options(sys.argv[2], HOSTS))
-        return
-    for name in sys.argv[2:3] if HOSTS else sys.argv[2:]:
-        with Engine.from_checkpoint(checkpoint, options(name, HOSTS), warm_up=False) as engine:
+    for name in sys.argv[2:]:
+        with Engine.from_checkpoint(checkpoint, options(name), warm_up=False) as engine:
             print(json.dumps(serve(engine)), flush=True)
-            if HOSTS:
-                time.sleep(120)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 `python -m tests.mesh.shards CHECKPOINT MESH...`, a mesh as `DATAxMODEL[:experts][:OPTION...]` with the options of
 `OPTIONS`. Prints one JSON object a mesh: what every request of the scenario got, and the engine's statistics.
+`CHECKPOINT MESH --hosts HOST:PORT PROCESS` is one of two processes, which serve the requests of `OF_ONE_CHUNK` twice,
+and stay with the option `stays`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import numpy as np
 from scheduler.pools import poison
 from scheduler.runtime_config import EngineConfig
 from scheduler.sequence import SamplingParams
+from scheduler.sequence import Sequence as RequestSequence
 from scheduler.sharded import ShardedScheduler
 from tests.vision.builders import random_image
 from v41jax.engine import Engine
 from v41jax.engine_requests import Prompt
+from v41jax.following import follow_checkpoint
 
 PAGE = 32
 SLOTS, PAGES = 2, 9
@@ -38,9 +42,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tiers": {"host_cache_bytes": 1 << 24},
     "scores": {"prompt_logprobs": True},
     "ragged": {"expert_exchange": "ragged"},
+    "stays": {},
 }
 """Options of the engine by name; `long` runs the whole scenario and not only the first requests, `small` gives each of
 four shards one slot, and `warm` compiles everything ahead."""
+
+OF_ONE_CHUNK = (1, 2, 4)
+"""Of the first requests those that one prefill step computes."""
 
 
 def options(data: int, model: int, experts: bool, names: list[str]) -> EngineConfig:
@@ -233,16 +241,49 @@ def share(engine: Engine, vocabulary: int) -> dict[str, Any]:
     return {"homes": homes, "tokens": [tokens[name] for name in names], "cached": [cached[name] for name in names]}
 
 
+def parse(mesh: str) -> tuple[EngineConfig, list[str]]:
+    """Options of a mesh by its name, and their names."""
+    size, *names = mesh.split(":")
+    data, model = map(int, size.split("x"))
+    named = [option for option in names if option != "experts"]
+    return options(data, model, "experts" in names, named), named
+
+
+def serve_over_processes(engine: Engine, names: list[str]) -> dict[str, Any]:
+    """Requests of one chunk each, one after the other so that few programs are compiled; again, when their pages are
+    known and drafts repeat the answers; with tiers the last once more, on another shard than the one that has it."""
+    first, scheduler = first_requests(engine.core.runner.setup.config.text.vocab_size), engine.core.scheduler
+    requests = [dataclasses.replace(first[number], arrival_step=2 * place) for place, number in enumerate(OF_ONE_CHUNK)]
+    results = [play(engine, requests)]
+    if "drafts" in names:
+        told_proposals(engine, {one.tokens: got["tokens"] for one, got in zip(requests, results[0], strict=True)})
+    results.append(play(engine, requests))
+    if isinstance(scheduler, ShardedScheduler) and "tiers" in names:
+        last = requests[-1]
+        home = scheduler.choose(RequestSequence("probe", np.array(last.tokens, np.int32), last.sampling))
+        scheduler.choose = lambda _: 1 - home  # type: ignore[method-assign]
+        results.append(play(engine, [dataclasses.replace(last, arrival_step=0)]))
+    return {"rounds": results, "statistics": engine.statistics()}
+
+
 def main() -> None:
     checkpoint = Path(sys.argv[1])
+    if "--hosts" in sys.argv:
+        config, names = parse(sys.argv[2])
+        coordinator, process = sys.argv[4:]
+        config = dataclasses.replace(config, coordinator=coordinator, num_processes=2, process_id=int(process))
+        if config.process_id:
+            follow_checkpoint(checkpoint, config)
+            return
+        with Engine.from_checkpoint(checkpoint, config, warm_up="warm" in names) as engine:
+            print(json.dumps(serve_over_processes(engine, names)), flush=True)
+            if "stays" in names:
+                time.sleep(120)
+        return
     known: dict[tuple[int, ...], list[int]] = {}
     for name in sys.argv[2:]:
-        size, *names = name.split(":")
-        data, model = map(int, size.split("x"))
-        experts = "experts" in names
-        names = [option for option in names if option != "experts"]
+        config, names = parse(name)
         began = time.perf_counter()
-        config = options(data, model, experts, names)
         with Engine.from_checkpoint(checkpoint, config, warm_up="warm" in names) as engine:
             built = time.perf_counter()
             result = serve(engine, names, known)

@@ -1,13 +1,18 @@
-"""The engine on meshes with data shards against the engine on one device: tokens, hits, preemption, drafts, tiers."""
+"""The engine on meshes with data shards, and over two processes, against the engine on one device: tokens, hits,
+preemption, drafts, tiers; and its end when a process is lost."""
 
 from __future__ import annotations
 
 import json
+import socket
+import time
 
 import pytest
 
 from tests.mesh.processes import finish, start
+from tests.mesh.shards import OF_ONE_CHUNK
 from tests.mesh.small_model import write_checkpoint
+from v41jax.multihost import LOST_EXIT_CODE
 
 PROGRAM = "tests.mesh.shards"
 ONE = "1x1:images:long"
@@ -17,11 +22,19 @@ DRAFTS = "2x2:experts:long:drafts:tiers:warm"
 MESHES = (LONG, SMALL, DRAFTS)
 
 
+WITHIN_S = 30
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("shards") / "checkpoint"
     write_checkpoint(path)
-    lines = finish(start(PROGRAM, path, ONE, *MESHES)).splitlines()
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint):
+    lines = finish(start(PROGRAM, checkpoint, ONE, *MESHES)).splitlines()
     return dict(zip((ONE, *MESHES), map(json.loads, lines), strict=True))
 
 
@@ -77,3 +90,59 @@ def test_a_page_that_one_shard_stored_is_a_hit_for_another(served):
     assert shared["cached"] == [0, 96]
     assert shared["tokens"][0] == shared["tokens"][1]
     assert served[DRAFTS]["transfers"]["pages_adopted"] >= 3
+
+
+@pytest.fixture
+def leader(request, checkpoint):
+    """Process 0 of two with four devices each that serve on the mesh of the parameter, and process 1."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = (checkpoint, request.param, "--hosts", f"127.0.0.1:{port}")
+    processes = [start(PROGRAM, *place, process, devices=4) for process in (0, 1)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def said(processes):
+    """What process 0 prints; the CPU's collectives write lines of their own about who is connected."""
+    line = next((line for line in processes[0].stdout if line.startswith("{")), "")
+    assert line, [process.communicate(timeout=60)[1] for process in processes]
+    return json.loads(line)
+
+
+def check_rounds(found, served):
+    expected = [served[ONE]["requests"]["first"][number] for number in OF_ONE_CHUNK]
+    for requests in found["rounds"]:
+        for wanted, request in zip(expected[-len(requests) :], requests, strict=True):
+            for field in ("tokens", "reason", "scores"):
+                assert request[field] == wanted[field]
+
+
+@pytest.mark.parametrize("leader", ["2x4:experts:drafts:tiers", "4x2:small"], indirect=True)
+def test_two_processes_serve_data_shards_with_the_tokens_of_one_device(leader, served, request):
+    found = said(leader)
+    check_rounds(found, served)
+    assert [process.wait(60) for process in leader] == [0, 0]
+    shards = found["statistics"]["shards"]
+    # Both processes hold shards that served something.
+    halves = shards[: len(shards) // 2], shards[len(shards) // 2 :]
+    assert all(sum(shard["counters"]["finished"] for shard in half) for half in halves)
+    assert found["rounds"][1][0]["cached"] == 32, "a page is found again on its shard"
+    if "drafts" in request.node.callspec.id:
+        assert found["statistics"]["accepted_tokens"] >= 10
+        assert found["rounds"][2][0]["cached"] == 32, "one process's page was a hit for the other"
+        assert found["statistics"]["transfers"]["pages_adopted"] == 1
+
+
+@pytest.mark.parametrize("leader", ["1x8:stays"], indirect=True)
+def test_two_processes_share_one_replica_and_notice_a_loss(leader, served):
+    check_rounds(said(leader), served)
+    leader[1].kill()
+    began = time.monotonic()
+    _, errors = leader[0].communicate(timeout=2 * WITHIN_S)
+    assert time.monotonic() - began < WITHIN_S
+    assert leader[0].returncode == LOST_EXIT_CODE
+    assert "HostLostError: process 1 was lost" in errors

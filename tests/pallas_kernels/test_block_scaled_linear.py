@@ -133,7 +133,8 @@ def test_one_layer_of_a_stack_is_that_layer_alone(implementation):
     ("rows", "inputs", "outputs", "kernel"),
     [
         (1, 1280, 32_768, True),
-        (1, 5120, 512, False),
+        (1, 5120, 512, True),
+        (1, 2560, 512, False),
         (8, 5120, 512, True),
         (64, 8192, 5120, True),
         (65, 5120, 512, False),

@@ -167,11 +167,6 @@ def test_accepted_options(options):
         ({"num_speculative_tokens": 5}, "num_speculative_tokens 5 needs speculative_method"),
         ({"speculative_method": "eagle", "num_speculative_tokens": 5}, "speculative_method 'eagle'"),
         ({"speculative_method": "dspark"}, "num_speculative_tokens 0 is outside 1..5"),
-        (
-            {"speculative_method": "dspark", "num_speculative_tokens": 5, "num_processes": 2},
-            "speculation runs in one process, not in 2",
-        ),
-        ({"host_cache_bytes": 1 << 20, "num_processes": 2}, "work in one process, not in 2"),
         ({"speculative_method": "dspark", "num_speculative_tokens": 6}, "num_speculative_tokens 6 is outside 1..5"),
         (
             {"speculative_method": "dspark", "num_speculative_tokens": 5, "speculative_model": "x"},

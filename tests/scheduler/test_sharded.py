@@ -114,6 +114,32 @@ def test_a_prefix_is_reused_on_the_shard_that_holds_it_while_that_has_room():
     assert [driver.finished[name].cached_tokens for name in ("a", "b", "c")] == [4 * PAGE, 4 * PAGE, 0]
 
 
+def test_a_short_prefix_that_all_share_does_not_crowd_one_shard_and_a_long_one_stays():
+    driver = make(4, num_pages=60, max_num_seqs=8)
+    system = prompt(PAGE, 5)
+    driver.add("first", np.concatenate([system, prompt(8, 6)]), greedy(2))
+    driver.run()
+    for number in range(16):
+        driver.add(number, np.concatenate([system, prompt(20, 7 + number)]), greedy(60))
+    homes = [driver.homes[number] for number in range(16)]
+    assert [homes.count(shard) for shard in range(4)] == [4] * 4
+    driver.run()
+    assert driver.finished[0].cached_tokens == PAGE, "of equal shards the one with the prefix"
+    driver.add("conversation", prompt(14 * PAGE, 40), greedy(2))
+    driver.run()
+    home = driver.homes["conversation"]
+    assert driver.finished["conversation"].cached_tokens == 0
+    turn = np.concatenate([prompt(14 * PAGE, 40), prompt(9, 41)])
+    for number in range(100, 106):
+        driver.scheduler.choose, choose = (lambda _: home), driver.scheduler.choose
+        driver.add(number, prompt(9, number), greedy(60))
+        driver.scheduler.choose = choose
+    driver.add("turn", turn, greedy(60))
+    assert driver.homes["turn"] == home, "14 pages are worth six replies of 60 tokens"
+    driver.run()
+    assert driver.finished["turn"].cached_tokens == 14 * PAGE
+
+
 def test_a_waiting_request_goes_where_room_appears():
     driver = make(2, max_num_seqs=1)
     driver.add("long", prompt(40), greedy(60))

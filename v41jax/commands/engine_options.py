@@ -95,7 +95,7 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
             decode_buckets=parse_buckets(values.pop("decode_buckets")),
         )
         if config.process_id and "model" in values:
-            from v41jax.multihost import follow_checkpoint
+            from v41jax.following import follow_checkpoint
 
             follow_checkpoint(values["model"], config)
             return

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from pallas_kernels.sparse_attention.xla import rotate
 from v41jax import model
 from v41jax.config import CandidateRole
 from v41jax.layers import attention, compressor, engram, indexer, moe
@@ -73,7 +74,7 @@ def _attend(call: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _sparse_attention(call: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
-    return {"query": args[0], "attended": result}
+    return {"query": rotate(args[0], *args[14:16]) if kwargs["rotate_query"] else args[0], "attended": result}
 
 
 def _router(call: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:

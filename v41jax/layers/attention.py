@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_linear import grouped_linear
 from pallas_kernels.quantized_rows import QuantizedRows, normalized_rows, summed_rows
 from pallas_kernels.sparse_attention import sparse_attention
-from pallas_kernels.stored_rows import store_rows
+from pallas_kernels.window_key_write import window_key_write
+from pallas_kernels.window_key_write.xla import store
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, linear_parts
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import RopeTable, rotate
 from v41jax.layers.rows import Requests, Rows
-from v41jax.layers.stacks import OfRun, stack_and_layer
+from v41jax.layers.stacks import OfRun, stack_and_layer, weight_of
 from v41jax.precision import Precision
-from v41jax.quantization import fake_q8, quantize_q8
 
 Array = jax.Array
 
@@ -41,9 +41,9 @@ class AttentionWeights(NamedTuple):
       wo_b: [D, G ro].
     """
 
-    sink: Array
+    sink: Array | OfRun
     q_norm: Array | OfRun
-    kv_norm: Array
+    kv_norm: Array | OfRun
     wq_a: LinearWeight
     wq_b: LinearWeight
     wkv: LinearWeight
@@ -96,12 +96,17 @@ def query_latent(
     )
 
 
+def window_latents(inputs: QuantizedRows | Array, weights: AttentionWeights, kernels: str) -> Array:
+    """Window keys before norm and rotation: [N, D] input, after its Q8 -> [N, d] activation dtype."""
+    return linear(inputs, weights.wkv, kernels)
+
+
 def window_rows(
     inputs: QuantizedRows | Array, weights: AttentionWeights, angles: RopeTable, text: TextConfig, kernels: str
 ) -> Array:
     """Window keys before their Q8: [N, D] input, after its Q8 -> [N, d] activation dtype, rotated."""
-    latent = rms_norm(linear(inputs, weights.wkv, kernels), weights.kv_norm, text.rms_norm_eps)
-    return rotate(latent, angles)
+    latents = window_latents(inputs, weights, kernels)
+    return rotate(rms_norm(latents, weight_of(weights.kv_norm), text.rms_norm_eps), angles)
 
 
 def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: Array, *, window_format: str) -> Array:
@@ -115,17 +120,54 @@ def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: 
       ring_offset: first ring of the layer, int32 scalar.
       window_format: "float", "bf16" or "fp8".
     """
-    rings, ring, _ = window.shape
-    if window_format == "fp8":
-        codes, scales = quantize_q8(kv)
-        stored = jnp.concatenate([codes, scales], axis=-1)
-    elif window_format == "bf16":
-        stored = fake_q8(kv)
-    else:
-        stored = kv
-    owner = ring_offset + slots[jnp.maximum(rows.batch_ids, 0)]
-    owner = jnp.where(rows.ring_rows, owner, rings)
-    return store_rows(window, (owner, rows.positions % ring), stored)
+    return store(window, kv, rows.ring_rows, rows.batch_ids, rows.positions, slots, ring_offset, window_format)
+
+
+def write_window_keys(
+    window: Array,
+    latents: Array,
+    weights: AttentionWeights,
+    angles: RopeTable,
+    rows: Rows,
+    slots: Array,
+    ring_offset: Array | int,
+    *,
+    text: TextConfig,
+    window_format: str,
+    kernels: str,
+) -> Array:
+    """`write_ring` of the keys that `window_rows` makes, from their latents in one operation: for decode, where every
+    row is read from its ring.
+
+    Args:
+      window: [layers * slots, ring, row].
+      latents: [N, d], what `window_latents` returns.
+      weights: of the layer.
+      angles: of the rows.
+      rows: of the batch.
+      slots: [R] int32.
+      ring_offset: first ring of the layer, int32 scalar.
+      text: configuration.
+      window_format: "float", "bf16" or "fp8".
+      kernels: implementation of the operation.
+    """
+    norm, layer = stack_and_layer(weights.kv_norm)
+    return window_key_write(
+        latents,
+        norm,
+        angles.cos,
+        angles.sin,
+        rows.ring_rows,
+        rows.batch_ids,
+        rows.positions,
+        slots,
+        ring_offset,
+        window,
+        epsilon=text.rms_norm_eps,
+        window_format=window_format,
+        layer=layer,
+        implementation=kernels,
+    )
 
 
 def attend(
@@ -163,17 +205,17 @@ def attend(
       [N, D] activation dtype; on a mesh this chip's part of a sum over `model`.
     """
     angles = rows.angles(ratio)
+    sink, layer = stack_and_layer(weights.sink)
     query = linear(latent, weights.wq_b, kernels)
-    query = rotate(query.reshape(query.shape[0], -1, text.head_dim), angles)
     output = sparse_attention(
-        query,
-        weights.sink,
+        query.reshape(query.shape[0], -1, text.head_dim),
+        sink,
         memory.selection.entries,
         memory.selection.counts,
         memory.main,
         requests.block_tables,
         rows.batch_ids,
-        requests.slots + memory.ring_offset,
+        requests.slots,
         memory.window,
         kv,
         rows.positions,
@@ -186,6 +228,9 @@ def attend(
         scale=text.head_dim**-0.5,
         main_format=main_format,
         window_format=window_format,
+        ring_offset=memory.ring_offset,
+        layer=layer,
+        rotate_query=True,
         implementation=kernels,
     )
     return project_output(output, weights, precision, kernels)

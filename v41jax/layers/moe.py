@@ -11,11 +11,13 @@ from pallas_kernels import backend
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
 from pallas_kernels.quantized_rows import QuantizedRows, gated_rows
 from pallas_kernels.rounding import round_to
+from pallas_kernels.route import route as choose_experts
 from v41jax.config import TextConfig
 from v41jax.layers import expert_exchange
 from v41jax.layers.collectives import ONE_CHIP, Parallel, exchanges_rows, first_expert, sum_over_model
 from v41jax.layers.exchange_rule import decide
 from v41jax.layers.linear import LinearWeight, linear, linear_parts, product
+from v41jax.layers.stacks import OfRun, stack_and_layer
 from v41jax.precision import Precision
 
 Array = jax.Array
@@ -31,8 +33,8 @@ class RouterWeights(NamedTuple):
     """
 
     weight: Array
-    bias: Array
-    bias_vl: Array
+    bias: Array | OfRun
+    bias_vl: Array | OfRun
 
 
 class FeedForwardWeights(NamedTuple):
@@ -80,7 +82,9 @@ class Routing(NamedTuple):
     weights: Array
 
 
-def route(normalized: Array, weights: RouterWeights, image_rows: Array, text: TextConfig) -> Routing:
+def route(
+    normalized: Array, weights: RouterWeights, image_rows: Array, text: TextConfig, kernels: str = "xla"
+) -> Routing:
     """Chooses experts (model specification, "MoE"); ties go to the smaller expert id.
 
     Args:
@@ -88,18 +92,22 @@ def route(normalized: Array, weights: RouterWeights, image_rows: Array, text: Te
       weights: of the router.
       image_rows: [N] bool.
       text: configuration.
+      kernels: implementation of the operation; only "xla" has a derivative.
     """
-    logits = product(normalized, weights.weight) / text.gate_temp
-    # log1p keeps the negative tail: softplus(-30) is 9.4e-14 and must not vanish.
-    softplus = jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20))))
-    scores = jnp.sqrt(softplus)
-    biased = scores + jnp.where(image_rows[:, None], weights.bias_vl, weights.bias)
-    _, experts = jax.lax.top_k(biased, text.num_experts_per_tok)
-    experts = jnp.sort(experts, axis=-1)
-    chosen = jnp.take_along_axis(scores, experts, axis=-1)
-    if text.norm_topk_prob:
-        chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
-    return Routing(experts, chosen * text.routed_scaling_factor)
+    (bias, layer), (bias_vl, _) = stack_and_layer(weights.bias), stack_and_layer(weights.bias_vl)
+    experts, factors = choose_experts(
+        product(normalized, weights.weight),
+        bias,
+        bias_vl,
+        image_rows,
+        chosen=text.num_experts_per_tok,
+        temperature=text.gate_temp,
+        normalize=text.norm_topk_prob,
+        scale=text.routed_scaling_factor,
+        layer=layer,
+        implementation=kernels,
+    )
+    return Routing(experts, factors)
 
 
 def shared_expert(
@@ -143,7 +151,7 @@ def moe(
       [N, D] activation dtype (float32 sum in ascending expert id, then the shared expert, one rounding), and the
       routing.
     """
-    routing = route(rows.rounded, weights.router, image_rows, text)
+    routing = route(rows.rounded, weights.router, image_rows, text, kernels)
     routed = routed_experts(
         rows, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
     )

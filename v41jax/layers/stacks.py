@@ -29,3 +29,10 @@ class OfRun(NamedTuple):
 def stack_and_layer(weight: Array | OfRun) -> tuple[Array, Array | None]:
     """A weight as operations take it: the array and None, or the stack and the layer."""
     return (weight.values, weight.layer) if isinstance(weight, OfRun) else (weight, None)
+
+
+def weight_of(weight: Array | OfRun) -> Array:
+    """The weight alone, sliced out of a stack."""
+    if isinstance(weight, OfRun):
+        return jax.lax.dynamic_index_in_dim(weight.values, weight.layer, keepdims=False)
+    return weight
