@@ -13,6 +13,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
@@ -184,6 +186,30 @@ def recording(choices: Choices) -> Iterator[None]:
 def clear_report() -> None:
     """Forgets the recorded choices."""
     _report.clear()
+
+
+def traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, traced once for arguments of the same shapes on the same target.
+
+    A model calls a kernel in every layer and tracing one takes up to a tenth of a second: a program holds one trace
+    that all layers call. Arguments that hold no array are static and must be hashable.
+    """
+    signature = inspect.signature(function)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def traced(target: Target, static: tuple[tuple[str, Any], ...], arrays: dict[str, Any]) -> Any:
+        with use_target(target):
+            return function(**dict(static), **arrays)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        static, arrays = {}, {}
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            holds = any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(value))
+            (arrays if holds else static)[name] = value
+        return traced(current_target(), tuple(static.items()), arrays)
+
+    return call
 
 
 @functools.cache

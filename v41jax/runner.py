@@ -37,7 +37,6 @@ from v41jax.parameters import Parameters
 from v41jax.piecewise import PiecewiseStep
 from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
 from v41jax.sharding import join_steps
-from v41jax.staging import StagedArguments
 from v41jax.state_copies import Images, StateCopies, allocate_images
 from v41jax.step_arrays import empty_step, engram_shapes, image_shape
 
@@ -269,8 +268,6 @@ class ModelRunner:
         self._operations: backend.Choices = {}
         self._warm = False
         self._failed = False
-        captures = jax.default_backend() == "gpu" and setup.parallel.chips == 1
-        self._staged = StagedArguments() if captures else None
 
     def _allocate(self, num_images: int) -> tuple[Pools, Images, Array]:
         """Pools, checkpoint images and logit adjustments of the runner's size."""
@@ -419,8 +416,6 @@ class ModelRunner:
         program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._execution == "FULL":
             program = self._program(shape, images).call
-            if self._staged is not None:
-                arguments = self._staged.place((shape, images), arguments)
         elif self._execution == "PIECEWISE":
             program = self._in_pieces(shape.phase.value)
         else:

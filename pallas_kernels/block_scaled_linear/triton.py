@@ -147,6 +147,7 @@ def _product(
         triton.store(out_ref.at[jnp.full(shape, split), place, column], total, mask=stored)
 
 
+@backend.traced_once
 def block_scaled_linear(
     x: Array,
     codes: Array,
@@ -161,6 +162,7 @@ def block_scaled_linear(
     return product
 
 
+@backend.traced_once
 def block_scaled_linears(
     x: Array,
     weights: Sequence[tuple[Array, Array]],

@@ -41,6 +41,7 @@ def config_for(rows: int) -> Config:
     return Config(keys=64, tiles=1 if rows < 16 else 4, num_warps=4, num_stages=2)
 
 
+@backend.traced_once
 def candidate_scores(
     query: Array,
     head_weights: Array,

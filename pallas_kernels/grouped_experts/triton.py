@@ -243,6 +243,7 @@ def _place(tile: Tile, outputs: int) -> tuple[Array, Array, Array]:
     return program // (tiles * tile.splits), output, (program // tiles) % tile.splits
 
 
+@backend.traced_once
 def grouped_experts(
     x: Array,
     expert_ids: Array,

@@ -54,7 +54,7 @@ def wide_config(width: int, hidden: int, generation: str) -> WideConfig:
     inner = next(size for size in (64, 32, 16) if width % size == 0 and hidden % size == 0)
     if generation == "rocm":
         return WideConfig(64, 64, inner, 4, 1)
-    return WideConfig(128, 256, inner, 8, 3)
+    return WideConfig(128, 256, inner, 8, 4)
 
 
 def _widen_kernel(words_ref: object, scales_ref: object, first_ref: object, out_ref: object, *, cuda: bool) -> None:

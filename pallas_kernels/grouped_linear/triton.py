@@ -68,6 +68,7 @@ def config_for(rows: int, groups: int, outputs: int, inputs: int, generation: st
     return Config(tile_outputs, tile_rows, inner, splits, 4, 1 if rocm else 4)
 
 
+@backend.traced_once
 def grouped_linear(
     x: Array,
     weight: Array,

@@ -100,6 +100,7 @@ def _encoded_fp4(even: Array, odd: Array) -> tuple[Array, Array]:
     return packed.reshape(keys, half), code.astype(jnp.uint8)
 
 
+@backend.traced_once
 def index_key_write(
     keys: Array,
     norm: Array,

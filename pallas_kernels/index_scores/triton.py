@@ -95,6 +95,7 @@ def unsupported(query: Array, index_format: str, quantize_query: bool, score_dty
     return None
 
 
+@backend.traced_once
 def index_scores(
     query: Array,
     head_weights: Array,

@@ -55,6 +55,7 @@ def unsupported(width: int, quantize: bool) -> str | None:
     return None
 
 
+@backend.traced_once
 def collapsed_rows(
     streams: Array,
     pre_mix: Array,
@@ -87,6 +88,7 @@ def collapsed_rows(
     )
 
 
+@backend.traced_once
 def normalized_rows(
     parts: Array,
     weight: Array,
@@ -107,6 +109,7 @@ def normalized_rows(
     return _call(make, "normalized_rows", rows, width, dtype, quantize, False, interpret, parts, *_stack(weight, layer))
 
 
+@backend.traced_once
 def summed_rows(parts: Array, *, quantize: bool, dtype: jnp.dtype, interpret: bool = False) -> QuantizedRows:
     """See `pallas_kernels.quantized_rows`; `unsupported` has been asked."""
     _, rows, width = parts.shape
@@ -117,6 +120,7 @@ def summed_rows(parts: Array, *, quantize: bool, dtype: jnp.dtype, interpret: bo
     return _call(make, "summed_rows", rows, width, dtype, quantize, False, interpret, parts)
 
 
+@backend.traced_once
 def gated_rows(
     gate: Array, up: Array, *, limit: float, quantize: bool, dtype: jnp.dtype, interpret: bool = False
 ) -> QuantizedRows:

@@ -65,6 +65,7 @@ def _ascending(ids: list[Array], values: list[Array]) -> tuple[list[Array], list
     return sorted_ids, sorted_values
 
 
+@backend.traced_once
 def route(
     logits: Array,
     bias: Array,

@@ -38,6 +38,7 @@ def unsupported(rows: int, width: int, num_blocks: int, block_size: int) -> str 
     return too_many_levels(blocks, ratio, config.capacity, max(1, config.chunk // block_size))
 
 
+@backend.traced_once
 def select_candidates(
     scores: Array,
     visible: Array,

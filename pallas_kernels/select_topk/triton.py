@@ -140,6 +140,7 @@ def level_sizes(width: int, ratio: int, capacity: int, chunk: int) -> list[int]:
     return sizes
 
 
+@backend.traced_once
 def select_topk(
     scores: Array,
     visible: Array,

@@ -377,6 +377,7 @@ class _Geometry:
     window_format: str
 
 
+@backend.traced_once
 def sparse_attention(
     query: Array,
     sink: Array,

@@ -36,6 +36,7 @@ def projects(streams: Array) -> bool:
     return rows <= MOST_ROWS and streams.dtype == jnp.bfloat16 and count * width <= MOST_INNER
 
 
+@backend.traced_once
 def stream_mixes(
     streams: Array,
     fn: Array,

@@ -39,6 +39,7 @@ def _normed(latent: Array, norm: Array, scale: Array) -> Array:
     return round_to_bfloat16(norm * (latent * scale))
 
 
+@backend.traced_once
 def window_key_write(
     latents: Array,
     norm: Array,
