@@ -72,6 +72,8 @@ def config_for(rows: int, heads: int, width: int, listed: int, generation: str) 
         if rows <= FEW_ROWS:
             base = Config(keys=32, heads=16, parts=1, splits=1, num_warps=8, num_stages=1, joined=1)
             programs = 160
+        elif rows <= 2 * FEW_ROWS:
+            base = dataclasses.replace(base, num_stages=1, joined=1)
     while width < 64 * base.parts:
         base = dataclasses.replace(base, parts=base.parts // 2)
     used = max(1, rows * -(-heads // base.heads))
