@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.provenance import provenance
@@ -318,7 +319,8 @@ def measurements(bench: Bench, table: Sequence[Cell]) -> Iterator[dict[str, Any]
         "compile_each_s": [round(program.seconds, 1) for program in bench.runner.programs],
     }
     for cell in table:
-        jax.block_until_ready(cell.run(bench)[0])
+        if not jnp.isfinite(cell.run(bench)[0].logits).all():
+            raise SystemExit(f"{cell.label}: logits are not finite, so that rows choose the same experts")
         seconds, host = _timed(lambda cell=cell: cell.run(bench))
         yield {
             **cell.label,

@@ -27,6 +27,8 @@ Array = jax.Array
 
 SCALE_ONE = 127
 """The E8M0 code of 1."""
+E4M3_HALF = 0x30
+"""E4M3 code of one half."""
 E4M3_DEVIATION, E2M1_DEVIATION = 1.0, 2.9
 """Root mean square of the codes drawn."""
 NORMS = ("attn_norm", "ffn_norm", "norm", "q_norm", "kv_norm", "k_norm", "q_weight", "k_weight")
@@ -62,7 +64,22 @@ def random_pools(geometry: V41PoolGeometry, num_pages: int, num_slots: int, seed
     """Pools as a long run leaves them: every row in use, no code a NaN, cursors at 0."""
     arrays, structure = jax.tree.flatten(abstract(geometry, num_pages, num_slots))
     keys = jax.random.split(jax.random.key(seed), len(arrays))
-    return jax.tree.unflatten(structure, [_rows(key, array.shape, array.dtype) for key, array in zip(keys, arrays)])
+    pools = jax.tree.unflatten(structure, [_rows(key, array.shape, array.dtype) for key, array in zip(keys, arrays)])
+    width = geometry.head_dim
+    # Values of about one: random scales would make infinities of them.
+    if geometry.main_format == "fp4":
+        pools = pools.replace(main=tuple(_with_scales(rows, width // 2, E4M3_HALF) for rows in pools.main))
+    if geometry.window_format == "fp8":
+        pools = pools.replace(window=_with_scales(pools.window, width, SCALE_ONE - 6))
+    if geometry.index_plane_format == "fp4":
+        pools = pools.replace(index_scales=tuple(_with_scales(rows, 0, SCALE_ONE - 1) for rows in pools.index_scales))
+    return pools
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
+def _with_scales(rows: Array, first: int, code: int) -> Array:
+    """Rows whose bytes from `first` on are `code`."""
+    return rows.at[..., first:].set(jnp.uint8(code))
 
 
 def _weight(key: Array, name: str, shape: tuple[int, ...], dtype: Any, streams: int) -> Array:
@@ -119,7 +136,7 @@ def _rows(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     if dtype == jnp.int32:
         return jnp.zeros(shape, dtype)
     if dtype == jnp.uint8:
-        # 0x00 .. 0x77 and their negatives: finite as E4M3, any pair of E2M1 codes, E8M0 below 2^-7.
+        # 0x00 .. 0x77 and their negatives are finite as E4M3 and any pair of E2M1 codes.
         return _finite_bytes(key, shape)
     if dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(_normal(key, shape, jnp.bfloat16, 1.0), jnp.uint16)

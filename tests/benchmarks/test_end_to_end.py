@@ -2,7 +2,14 @@
 
 import json
 
+import numpy as np
+import pytest
+
 from benchmarks import end_to_end
+from benchmarks.random_model import random_pools
+from pallas_kernels.arithmetic import decode_main_row, decode_window_row
+from pallas_kernels.stored_rows import load_rows
+from scheduler.pool_geometry import V41PoolGeometry
 
 
 def test_a_decode_cell_has_times_and_a_bound(capsys):
@@ -13,3 +20,18 @@ def test_a_decode_cell_has_times_and_a_bound(capsys):
     assert 0 < cell["bytes"] < cell["weight_bytes"] and cell["flops"] > 0
     assert cell["step_ms"] >= cell["host_ms"] > 0 and 0 < cell["fraction"] < 1
     assert cell["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_random_pools_hold_values_of_about_one(packed):
+    geometry = V41PoolGeometry(
+        layers=2, owners=((0, 1),), block_size=32, window_size=32, head_dim=64, index_dim=32, packed=packed,
+        index_format="fp4",
+    )  # fmt: skip
+    pools = random_pools(geometry, 3, 2)
+    if packed:
+        values = [decode_main_row(pools.main[0]), decode_window_row(pools.window)]
+    else:
+        values = [load_rows(pools.main[0], (slice(None),)), load_rows(pools.window, (slice(None),))]
+    for value in values:
+        assert np.isfinite(np.asarray(value, np.float32)).all() and np.abs(np.asarray(value, np.float32)).max() < 10
