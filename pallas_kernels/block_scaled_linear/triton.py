@@ -63,7 +63,7 @@ def config_for(rows: int, inputs: int, outputs: int, generation: str, weights: i
     return Config(tile_outputs, tile_rows, inner, splits, warps, 1 if rocm else 3)
 
 
-MOST_ROWS = 128
+MOST_ROWS = 64
 """The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
 LEAST_WEIGHT = 2**21
 """Weight elements below which XLA computes the product of one row. It widens the weight to memory first, in a launch
