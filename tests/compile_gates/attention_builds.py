@@ -86,7 +86,7 @@ def gpu_builds() -> Iterator[Build]:
             functools.partial(attention_triton.sparse_attention, rotate_query=True, **attention_options(packed)),
             attention_arguments(rows, packed, fresh),
         )
-    for rows in (1, 4096):
+    for rows in (1, 64, 4096):
 
         def experts(*arguments: Any) -> jax.Array:
             *operands, valid = arguments
