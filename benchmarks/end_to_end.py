@@ -6,6 +6,9 @@ checkpoint. Every cell plans its steps as the scheduler does and runs them throu
 * decode: `--batches` requests of `--contexts` tokens each, every one with pages of its own;
 * prefill: one prompt of `--prompts` tokens in chunks of `--chunk`, decoder replay on.
 
+With `--drafts` a decode step verifies that many proposals a request and drafts the next ones. Random weights accept
+next to none, so that tokens per second are those of the worst draft; the bound is that of the verification alone.
+
 All programs are compiled first, several at a time, and a first JSON line says how long it took. Then one line a cell:
 seconds of a step (the device's and the host's part), tokens per second, the bound of the step (bytes and operations
 counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run) and the fraction reached. At
@@ -30,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.provenance import provenance
-from benchmarks.random_model import random_parameters, random_pools
+from benchmarks.random_model import random_draft, random_parameters, random_pools
 from benchmarks.timing import Ceilings, launched_kernels, measure_ceilings
 from scheduler.batch import BatchStep, EngramRows, Preparation
 from scheduler.batch_builder import build_batch_step
@@ -42,12 +45,13 @@ from scheduler.scheduled_batch import Phase, ScheduledBatch
 from scheduler.sequence import SamplingParams
 from scheduler.states import StateMaintenanceOps
 from v41jax.config import ModelConfig
+from v41jax.draft_runner import DraftRunner
 from v41jax.layers.collectives import Parallel
 from v41jax.model import ModelSetup
 from v41jax.plan_work import Rows, Work, least_work
 from v41jax.precision import Precision
 from v41jax.presets import preset
-from v41jax.runner import ModelRunner, SamplingRow, sampling_inputs
+from v41jax.runner import ModelRunner, SamplingRow, sampled_rows, sampling_inputs
 
 SECONDS_A_CELL = 2.0
 """Steps are repeated for about this long."""
@@ -138,10 +142,11 @@ class Bench:
         began = time.perf_counter()
         arrays, shape = self.arrays(batch, buckets)
         rows = [SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)] * len(batch.output_requests)
-        sampling = self.runner.step_sampling(
-            sampling_inputs(rows, shape.outputs), targets=self.runner.no_targets(shape)
-        )
+        inputs = sampling_inputs(rows, sampled_rows(shape))
+        sampling = self.runner.step_sampling(inputs, outputs=shape.outputs, targets=self.runner.no_targets(shape))
         output = self.runner.execute(shape, arrays, self.engram_rows(shape.rows), sampling)
+        if isinstance(self.runner, DraftRunner) and shape.verifies:
+            self.runner.draft(shape.requests, batch.slots.tolist(), inputs)
         return output, time.perf_counter() - began
 
     def engram_rows(self, count: int) -> EngramRows:
@@ -191,15 +196,17 @@ class Cell:
 
 def decode_cell(bench: Bench, batch: int, context: int) -> Cell:
     """A decode step of `batch` requests that hold `context` tokens each."""
-    per_request = bench.geometry.pages_for(context + 1)
+    rows = 1 + bench.geometry.speculative_tokens
+    per_request = bench.geometry.pages_for(context + rows)
     order = bench.random.permutation(bench.runner.num_pages)[: batch * per_request].astype(np.int32)
     pages = order.reshape(batch, per_request)
-    buckets = Buckets((batch,), (128,), (batch,), (per_request,), (per_request,))
-    planned = bench.planned(Phase.DECODE, [context] * batch, [context + 1] * batch, is_final=True, pages=list(pages))
+    verified = (rows,) if rows > 1 else ()
+    buckets = Buckets((batch,), (128,), (batch,), (per_request,), (per_request,), verify_rows=verified)
+    planned = bench.planned(Phase.DECODE, [context] * batch, [context + rows] * batch, is_final=True, pages=list(pages))
     return Cell(
-        {"phase": "decode", "batch": batch, "context": context},
+        {"phase": "decode", "batch": batch, "context": context, "drafts": rows - 1},
         [(planned, buckets)],
-        bench.work(Rows(batch, batch, batch, context)),
+        bench.work(Rows(batch * rows, batch * rows, batch * rows, context)),
         batch,
     )
 
@@ -273,7 +280,8 @@ def build(arguments: argparse.Namespace, rates: Ceilings) -> Bench:
     """The model, its pools and its runner."""
     config = preset(arguments.preset)
     decode = [(batch, context) for batch in arguments.batches for context in arguments.contexts]
-    longest = max([context + 1 for _, context in decode] + arguments.prompts)
+    rows = 1 + arguments.drafts
+    longest = max([context + rows for _, context in decode] + arguments.prompts)
     options = EngineConfig(
         dtype="bfloat16",
         kv_cache_dtype=arguments.kv_cache_dtype,
@@ -283,18 +291,24 @@ def build(arguments: argparse.Namespace, rates: Ceilings) -> Bench:
         max_model_len=longest,
         num_pages=1,
         vision="off",
+        speculative_method="dspark" if arguments.drafts else None,
+        num_speculative_tokens=arguments.drafts,
     )
     view = ModelView.from_config(config)
     validate_runtime_config(options, view)
     geometry = options.geometry(view)
     slots = max(arguments.batches)
     pages = max(
-        max((batch * geometry.pages_for(context + 1) for batch, context in decode), default=1),
+        max((batch * geometry.pages_for(context + rows) for batch, context in decode), default=1),
         max((geometry.pages_for(prompt) for prompt in arguments.prompts), default=1),
     )
     setup = ModelSetup(config, geometry, Precision(), options.kernels)
     params = random_parameters(config, max_model_len=longest, seed=arguments.seed)
-    runner = ModelRunner(params, setup, num_pages=pages, num_slots=slots)
+    sizes = {"num_pages": pages, "num_slots": slots}
+    if arguments.drafts:
+        runner: ModelRunner = DraftRunner(params, setup, random_draft(config, arguments.seed), **sizes)
+    else:
+        runner = ModelRunner(params, setup, **sizes)
     runner.replace_pools(random_pools(geometry, pages, slots))
     return Bench(config, runner, rates, np.random.default_rng(arguments.seed))
 
@@ -346,6 +360,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--contexts", type=sizes, default=[1024, 8192, 65536])
     parser.add_argument("--prompts", type=sizes, default=[1024, 4096, 16384, 32768])
     parser.add_argument("--chunk", type=int, default=8192, help="rows of one prefill forward")
+    parser.add_argument("--drafts", type=int, default=0, help="proposals a decode step verifies for each request")
     parser.add_argument("--kv-cache-dtype", default="bf16", choices=("bf16", "fp4"))
     parser.add_argument("--index-cache-dtype", default="fp8", choices=("fp8", "fp4"))
     parser.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))

@@ -22,6 +22,12 @@ def test_a_decode_cell_has_times_and_a_bound(capsys):
     assert cell["tokens_per_s"] > 0
 
 
+def test_a_decode_cell_with_drafts_verifies_and_drafts(capsys):
+    end_to_end.main(["--preset", "pico", "--batches", "2", "--contexts", "70", "--prompts", "", "--drafts", "2"])
+    compiled, cell = map(json.loads, capsys.readouterr().out.splitlines())
+    assert cell["drafts"] == 2 and cell["step_ms"] > 0 and compiled["programs"] == 1
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_random_pools_hold_values_of_about_one(packed):
     geometry = V41PoolGeometry(
