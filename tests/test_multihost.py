@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing import AuthenticationError
@@ -159,3 +163,20 @@ def test_a_follower_that_fails_is_lost_at_once_though_its_process_goes_on():
     assert noticed.wait(10)
     assert lost[0].startswith("process 1 was lost")
     followers.close()
+
+
+def test_a_process_that_joined_others_still_ends_when_it_is_told_to():
+    program = (
+        "from v41jax.multihost import Hosts, join\n"
+        f"join(Hosts('127.0.0.1:{free_port()}', 1, 0))\n"
+        "print('joined', flush=True)\n"
+        "import time; time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"joined\n"
+        process.terminate()
+        try:
+            assert process.wait(10) == -signal.SIGTERM
+        finally:
+            process.kill()

@@ -112,6 +112,7 @@ def join(hosts: Hosts) -> None:
     """Joins the devices of all processes; before anything else of JAX is used."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(hosts.coordinator, num_processes=hosts.processes, process_id=hosts.process)
 
 
