@@ -391,8 +391,9 @@ def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
             size = getattr(view, name)
             if size % parallel:
                 faults.append(f"tensor parallel size {parallel} does not divide {name} {size}")
-        if config.enable_expert_parallel and view.n_routed_experts % parallel:
-            faults.append(f"expert parallel size {parallel} does not divide n_routed_experts {view.n_routed_experts}")
+        experts = parallel * max(config.data_shards, 1)
+        if config.enable_expert_parallel and view.n_routed_experts % experts:
+            faults.append(f"expert parallel size {experts} does not divide n_routed_experts {view.n_routed_experts}")
     if config.data_parallel_size != 1:
         faults.append(
             f"data_parallel_size {config.data_parallel_size} is not supported: data shards are the mesh axis 'data'"

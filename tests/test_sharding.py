@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +157,14 @@ def test_whole_experts_lie_over_what_the_mesh_has():
 def test_a_mesh_larger_than_the_machine_is_refused():
     with pytest.raises(MeshError, match=f"data=64, model=8 needs 512 devices, there are {len(jax.devices())}"):
         make_mesh(Parallel(64, 8))
+
+
+def test_a_mesh_without_devices_of_some_process_is_refused(monkeypatch):
+    devices = [SimpleNamespace(process_index=number // 4) for number in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(MeshError, match="data=1, model=4 takes 4 of 8 devices and leaves none for process 1"):
+        make_mesh(Parallel(1, 4))
+    assert make_mesh(Parallel(1, 4), np.arange(8)).size == 4
 
 
 def test_neighbours_on_model_are_neighbouring_devices():

@@ -9,15 +9,19 @@ collective cannot be left once a participant is gone, so the survivor says which
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import math
 import os
 import pickle
 import queue
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -26,6 +30,8 @@ import jax
 from scheduler.batch import EngramRows
 from scheduler.runtime_config import EngineConfig
 from v41jax.engram_lookup import EngramLookup
+
+_log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 """Seconds between signs of life."""
@@ -83,9 +89,10 @@ def hosts_of(config: EngineConfig) -> Hosts | None:
     """
     if config.coordinator is None:
         if config.num_processes != 1 or config.process_id:
-            raise ValueError(f"num_processes {config.num_processes} needs a coordinator: give --coordinator HOST:PORT")
+            given = f"num_processes {config.num_processes}, process_id {config.process_id}"
+            raise ValueError(f"{given} needs a coordinator: give --coordinator HOST:PORT")
         return None
-    secret = os.environ.get(SECRET_VARIABLE)
+    secret = os.environ.get(SECRET_VARIABLE) or None  # an empty one is known to everybody
     hosts = Hosts(config.coordinator, config.num_processes, config.process_id)
     hosts = hosts if secret is None else dataclasses.replace(hosts, secret=secret.encode())
     faults = hosts_faults(hosts)
@@ -105,6 +112,7 @@ def join(hosts: Hosts) -> None:
     """Joins the devices of all processes; before anything else of JAX is used."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(hosts.coordinator, num_processes=hosts.processes, process_id=hosts.process)
 
 
@@ -155,6 +163,12 @@ class _Link:
         self._closing = True
         self._connection.close()
 
+    def cut(self) -> None:
+        """As `close`, while a thread may be receiving."""
+        self._closing = True
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
     def beat(self) -> None:
         """Starts the thread that sends signs of life and watches for silence."""
 
@@ -189,7 +203,11 @@ class Followers:
 
             def accept() -> None:
                 while len(accepted) < hosts.processes - 1:
-                    accepted.append(listener.accept())
+                    try:
+                        accepted.append(listener.accept())
+                    except (AuthenticationError, EOFError, ConnectionError) as error:
+                        # Whoever else tries the port, such as a probe, must not end the wait for the others.
+                        _log.warning("a connection without the secret was refused: %s", error or "it closed")
 
             waiting = threading.Thread(target=accept, daemon=True)
             waiting.start()
@@ -252,17 +270,25 @@ def follow(
             messages.put(message)
 
     threading.Thread(target=listen, name="v41jax-listen", daemon=True).start()
+    try:
+        _repeat(messages.get, build, lookup)
+    except BaseException:
+        # At once: before this process ends JAX waits for process 0, and process 0 for this one's part of a step.
+        link.cut()
+        raise
+    link.close()
+
+
+def _repeat(
+    next_message: Callable[[], Any], build: Callable[[dict[str, Any]], Any], lookup: EngramLookup | None
+) -> None:
+    """Does what the messages say until one says stop, or there are no more."""
     runner: Any = None
-    while True:
-        message = messages.get()
-        if message is None or message[0] == "stop":
-            link.close()
-            return
+    while (message := next_message()) is not None and message[0] != "stop":
         command, *arguments = message
         if command == "build":
             runner = build(arguments[0])
-            continue
-        if command == "warm_up":
+        elif command == "warm_up":
             runner.warm_up(arguments[0], images=arguments[1])
         elif command == "execute":
             shape, batch, sampling, ops, image_rows = arguments

@@ -139,14 +139,24 @@ def make_mesh(parallel: Parallel, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh `(data, model)`; neighbours on `model` are neighbours in the list of devices.
 
     Raises:
-      MeshError: fewer devices than the mesh has chips.
+      MeshError: fewer devices than the mesh has chips, or a process of the service would have none of them.
     """
+    lent = devices is not None
     devices = jax.devices() if devices is None else devices
     if len(devices) < parallel.chips:
         raise MeshError(
             [
                 f"a mesh of data={parallel.data}, model={parallel.model} needs {parallel.chips} devices, there are "
                 f"{len(devices)}"
+            ]
+        )
+    processes = [] if lent else [device.process_index for device in devices]
+    idle = sorted(set(processes) - set(processes[: parallel.chips]))
+    if idle:
+        raise MeshError(
+            [
+                f"a mesh of data={parallel.data}, model={parallel.model} takes {parallel.chips} of {len(devices)} "
+                f"devices and leaves none for process {', '.join(map(str, idle))}: start fewer processes"
             ]
         )
     return Mesh(np.array(devices[: parallel.chips]).reshape(parallel.data, parallel.model), (DATA, MODEL))

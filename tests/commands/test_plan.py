@@ -59,6 +59,13 @@ def test_a_mesh_that_does_not_fit_is_refused_with_every_reason():
     assert isinstance(run("--mesh", "data=8,model=1").exception, MeshError)
 
 
+def test_a_mesh_that_could_not_be_served_is_refused():
+    assert "mesh axis 'dat' is unknown" in str(run("--mesh", "dat=2,model=2").exception)
+    assert "mesh axis 'data' has size 0" in str(run("--mesh", "data=0,model=2").exception)
+    small = run("--mesh", "data=2,model=2", "--max-num-batched-tokens", "256").exception
+    assert "max_num_batched_tokens 128, the share of each of 2 data shards, is below two pages" in str(small)
+
+
 def test_a_step_that_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     class Compiler:
         """The program of a step, which needs too much."""

@@ -139,6 +139,7 @@ def test_accepted_options(options):
         ({"mesh": {"model": 3}}, "tensor parallel size 3 does not divide num_attention_heads 64"),
         ({"mesh": {"model": 16}}, "tensor parallel size 16 does not divide o_groups 8"),
         ({"mesh": {"model": 512}, "enable_expert_parallel": True}, "expert parallel size 512"),
+        ({"mesh": {"data": 5, "model": 2}, "enable_expert_parallel": True}, "expert parallel size 10 does not divide"),
         ({"mesh": {"data": 0, "model": 1}}, "mesh axis 'data' has size 0"),
         (
             {"mesh": {"data": 128}},

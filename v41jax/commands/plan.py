@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -54,7 +53,7 @@ def plan(
     ranked: list[MeshPlan] = []
     refused: list[tuple[Parallel, str]] = []
     asked = arrangement(engine_config.mesh, engine_config.enable_expert_parallel, engine_config.expert_exchange)
-    validate_runtime_config(_one_chip(engine_config), planner.view)
+    validate_runtime_config(engine_config, planner.view)
     if asked.chips > 1:
         check_mesh(config, asked)
         if asked.chips > devices:
@@ -82,11 +81,6 @@ def plan(
         print(json.dumps(result))
         return
     _print(topology, devices, context, chosen, compiled, ranked, refused)
-
-
-def _one_chip(config: EngineConfig) -> EngineConfig:
-    """The options without their mesh, which is checked by `check_mesh`: a plan may have data shards."""
-    return dataclasses.replace(config, mesh={"data": 1, "model": 1})
 
 
 def _gib(size: float) -> str:
