@@ -16,10 +16,15 @@ from v41jax.plan_work import Rows, exchange_of, expected_collectives, sent_bytes
 ONE = "1x1:intermediate"
 MESHES = (
     "1x2:intermediate",
+    "1x2:data_model",
+    "1x4:intermediate",
     "1x4:model",
     "2x2:intermediate",
+    "2x4:intermediate",
     "2x4:data_model",
+    "4x2:intermediate",
     "1x8:intermediate",
+    "1x8:data_model",
     "2x2:data_model:ragged",
     "2x4:data_model:ragged",
     "4x2:data_model:ragged",
