@@ -31,7 +31,7 @@ from scheduler.sequence import SamplingParams
 from v41jax.config import ModelConfig
 from v41jax.engine import Engine
 from v41jax.engine_requests import Prompt
-from v41jax.engram_primes import engram_rows
+from v41jax.engram_primes import set_engram_rows
 from v41jax.presets import preset_dict
 
 ENGRAM_VOCABULARY = 2000
@@ -45,7 +45,6 @@ LAYERS = (
     "index_source_layer_ids",
     "candidate_source_layer_id",
     "engram_layer_ids",
-    "engram_num_embeddings",
     "dspark_target_layer_ids",
 )
 """Keys that say how many layers there are and what each of them is."""
@@ -61,14 +60,7 @@ def reduced(name: str, experts: int | None, layers_of: str | None = None) -> Mod
     if experts is not None:
         text["n_routed_experts"] = experts
         text["engram_vocab_size"] = min(text["engram_vocab_size"], ENGRAM_VOCABULARY)
-        text["engram_num_embeddings"] = list(
-            engram_rows(
-                tuple(text["engram_layer_ids"]),
-                text["engram_vocab_size"],
-                text["engram_max_ngram_size"],
-                text["engram_n_heads"],
-            )
-        )
+    set_engram_rows(text)
     return ModelConfig.from_dict(root)
 
 

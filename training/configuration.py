@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from v41jax.config import ModelConfig
-from v41jax.engram_primes import engram_rows
+from v41jax.engram_primes import set_engram_rows
 from v41jax.presets import preset_dict
 
 _TEXT: dict[str, Any] = {
@@ -102,14 +102,7 @@ def configuration(
     if toy:
         text.update(_TOY)
     text.update(vocab_size=vocabulary, engram_compressed_vocab_size=compressed, dspark_noise_token_id=noise_token)
-    text["engram_num_embeddings"] = list(
-        engram_rows(
-            tuple(text["engram_layer_ids"]),
-            text["engram_vocab_size"],
-            text["engram_max_ngram_size"],
-            text["engram_n_heads"],
-        )
-    )
+    set_engram_rows(text)
     root["vision_config"].update(_VISION)
     root["image_token_id"] = image_token
     return ModelConfig.from_dict(root)

@@ -7,6 +7,7 @@ Source: Engram chapter, "Prime layout".
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Miller-Rabin bases that decide every integer below 3.3e24."""
@@ -63,3 +64,15 @@ def engram_rows(layer_ids: tuple[int, ...], vocab_size: int, max_ngram_size: int
     """Table rows of every Engram layer: the sums of its primes."""
     layers = engram_primes(layer_ids, vocab_size, max_ngram_size, heads)
     return tuple(sum(map(sum, layer)) for layer in layers)
+
+
+def set_engram_rows(text: dict[str, Any]) -> None:
+    """Sets the table rows of a `text_config`, `engram_num_embeddings`, to those of its other Engram keys."""
+    text["engram_num_embeddings"] = list(
+        engram_rows(
+            tuple(text["engram_layer_ids"]),
+            text["engram_vocab_size"],
+            text["engram_max_ngram_size"],
+            text["engram_n_heads"],
+        )
+    )

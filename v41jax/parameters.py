@@ -421,15 +421,15 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
             return leaf._replace(layer=layer)
         return jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), leaf)
 
+    def layer_of(tree: Any, *kept: str) -> Any:
+        """A layer's weights, those named still in their stack."""
+        stacks = {name: OfRun(getattr(tree, name), layer) for name in kept}
+        return take(tree._replace(**dict.fromkeys(kept)))._replace(**stacks)
+
     moe = stacked.moe
-    weights = take(stacked._replace(moe=None))
-    attention = {name: OfRun(getattr(stacked.attention, name), layer) for name in ("sink", "q_norm", "kv_norm", "wo_a")}
-    router = moe.router._replace(bias=OfRun(moe.router.bias, layer), bias_vl=OfRun(moe.router.bias_vl, layer))
-    return weights._replace(
-        attn_norm=OfRun(stacked.attn_norm, layer),
-        ffn_norm=OfRun(stacked.ffn_norm, layer),
-        attention=weights.attention._replace(**attention),
-        moe=MoeWeights(router._replace(weight=of_layer(router.weight)), moe.experts, take(moe.shared), layer),
+    return layer_of(stacked._replace(attention=None, moe=None), "attn_norm", "ffn_norm")._replace(
+        attention=layer_of(stacked.attention, "sink", "q_norm", "kv_norm", "wo_a"),
+        moe=MoeWeights(layer_of(moe.router, "bias", "bias_vl"), moe.experts, take(moe.shared), layer),
     )
 
 

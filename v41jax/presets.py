@@ -11,7 +11,7 @@ import copy
 from typing import Any
 
 from v41jax.config import ConfigError, ModelConfig
-from v41jax.engram_primes import engram_rows
+from v41jax.engram_primes import set_engram_rows
 
 _QUANTIZATION = {
     "quant_method": "fp8",
@@ -317,14 +317,7 @@ def preset_dict(name: str) -> dict[str, Any]:
     for section in ("text_config", "vision_config"):
         root[section].update(changes.get(section, {}))
     text = root["text_config"]
-    text["engram_num_embeddings"] = list(
-        engram_rows(
-            tuple(text["engram_layer_ids"]),
-            text["engram_vocab_size"],
-            text["engram_max_ngram_size"],
-            text["engram_n_heads"],
-        )
-    )
+    set_engram_rows(text)
     return root
 
 

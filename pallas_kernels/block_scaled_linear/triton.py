@@ -147,7 +147,6 @@ def _product(
         triton.store(out_ref.at[jnp.full(shape, split), place, column], total, mask=stored)
 
 
-@backend.traced_once
 def block_scaled_linear(
     x: Array,
     codes: Array,
