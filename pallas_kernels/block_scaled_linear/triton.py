@@ -54,16 +54,17 @@ def config_for(rows: int, inputs: int, outputs: int, generation: str, weights: i
     tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     rocm = generation == "rocm"
     large = inputs * outputs >= 2**24 and not rocm
-    tile_outputs, inner = (128 if large else 64), (256 if tile_rows == 16 and not rocm else 128)
+    tile_outputs, inner = (128 if large else 64), (256 if tile_rows == 16 and not rocm and not large else 128)
     while inner > LANE_GROUP and inner // 2 >= inputs:
         inner //= 2
-    warps = 8 if large and inner == 256 else 4
-    programs = max(1, (608 if rocm else 264) // (weights * -(-rows // tile_rows)))
+    # A large weight of few rows: four programs a multiprocessor, unless two already come from its outputs.
+    few = large and tile_rows == 16 and outputs < 264 * tile_outputs // 2
+    programs = max(1, (608 if rocm else 528 if few else 264) // (weights * -(-rows // tile_rows)))
     splits = splits_for(inputs, outputs, tile_outputs, inner, programs)
-    return Config(tile_outputs, tile_rows, inner, splits, warps, 1 if rocm else 3)
+    return Config(tile_outputs, tile_rows, inner, splits, 4, 1 if rocm else 3)
 
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 """The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
 LEAST_WEIGHT = 2**21
 """Weight elements below which XLA computes the product of one row. It widens the weight to memory first, in a launch
