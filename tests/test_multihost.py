@@ -18,7 +18,7 @@ from v41jax import multihost
 from v41jax.host_channel import SecretError, reach
 from v41jax.host_joining import Meeting, listen
 from v41jax.host_options import Hosts, HostsError
-from v41jax.multihost import Followers, Model, follow
+from v41jax.multihost import Followers, Model, follow, refuse
 
 SECRET = b"known"
 
@@ -69,16 +69,18 @@ class Service:
 
     def follower(self, load, shared=None, process=1):
         """Starts one; what it raises is in `errors`."""
-        hosts = dataclasses.replace(self.hosts, process=process)
 
         def run():
             try:
-                follow(hosts, shared or {}, load, self.meeting, self.of_followers)
+                follow(self.hosts_of(process), shared or {}, load, self.meeting, self.of_followers)
             except Exception as error:
                 self.errors.append(error)
 
         self.threads.append(threading.Thread(target=run))
         self.threads[-1].start()
+
+    def hosts_of(self, process):
+        return dataclasses.replace(self.hosts, process=process)
 
     def lead(self, shared=None):
         return Followers(self.hosts, shared or {}, listen(self.hosts), SECRET, self.lost)
@@ -137,7 +139,7 @@ def test_silence_is_a_loss_sooner_once_the_other_has_loaded(monkeypatch, works):
 
     def stuck():
         channel = reach_when_open(service)
-        channel.send(b"[1, {}]")
+        channel.send(b"[1, {}, []]")
         channel.send(pickle.dumps(("loaded",) if works else None))
         service.lost.noticed.wait(10)
         channel.close()
@@ -173,7 +175,7 @@ def test_a_process_that_is_lost_while_another_has_not_come_is_missed():
     waiting = threading.Thread(target=lead)
     waiting.start()
     channel = reach_when_open(service)
-    channel.send(b"[1, {}]")
+    channel.send(b"[1, {}, []]")
     channel.receive()  # a sign of life: it is known
     channel.close()
     assert service.lost.noticed.wait(10)
@@ -206,6 +208,27 @@ def test_processes_with_other_options_or_another_model_are_refused_everywhere(mo
     assert service.lost == service.of_followers == []
 
 
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_process_that_cannot_serve_ends_those_that_could(monkeypatch, refusing):
+    monkeypatch.setattr(multihost, "REFUSAL_S", 3.0)
+    service = Service()
+    mine = {"dtype": "float32"}
+    if refusing:
+        thread = threading.Thread(target=refuse, args=(service.hosts_of(1), ["mesh", "vision"]))
+        thread.start()
+        with pytest.raises(HostsError) as error:
+            service.lead(mine)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert error.value.faults == ("process 1: mesh", "process 1: vision")
+    else:
+        service.follower(loaded(Recorder()), mine)
+        refuse(service.hosts, ["mesh"])
+        service.join()
+        assert service.errors[0].faults == ("process 0: mesh",)
+    assert service.lost == service.of_followers == []
+
+
 def test_two_processes_with_one_number_are_refused(monkeypatch):
     monkeypatch.setattr(multihost, "REFUSAL_S", 0.5)
     service = Service(processes=3)
@@ -232,7 +255,7 @@ def test_the_end_of_a_connection_is_the_loss_of_a_process():
 
     def follower():
         channel = reach_when_open(service)
-        channel.send(b"[1, {}]")
+        channel.send(b"[1, {}, []]")
         gone.wait(10)
         channel.close()
 

@@ -59,7 +59,7 @@ from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
-from v41jax.serving_options import check_serving, in_cluster
+from v41jax.serving_options import begin_serving
 from v41jax.sharding import make_mesh
 from v41jax.token_map import load_token_map
 from v41jax.tokenizer import Tokenizer
@@ -134,8 +134,8 @@ class Engine:
           ProfileError: the calibration profile was not measured with this model, device and options.
         """
         directory = Path(directory)
-        config = in_cluster(directory, EngineConfig() if config is None else config)
-        config, _, view, parallel = serving = check_serving(directory, config)
+        serving = begin_serving(directory, EngineConfig() if config is None else config)
+        config, _, view, parallel = serving
         hosts = hosts_of(config)
         if config.process_id:
             raise ValueError(

@@ -23,7 +23,7 @@ from v41jax.model import ModelSetup
 from v41jax.multihost import Model, follow_at
 from v41jax.parameters import WeightForm
 from v41jax.precision import Precision
-from v41jax.serving_options import Serving, check_serving, in_cluster
+from v41jax.serving_options import Serving, begin_serving
 from v41jax.sharding import make_mesh
 from v41jax.token_map import load_token_map
 
@@ -40,7 +40,7 @@ def follow_checkpoint(directory: Path, config: EngineConfig) -> None:
       RuntimeConfigError: options that cannot be served.
       HostsError: this process and process 0 do not agree.
     """
-    serving = check_serving(directory, in_cluster(directory, config))
+    serving = begin_serving(directory, config)
     hosts = hosts_of(serving.config)
     if hosts is None:
         raise ValueError("only a service of several processes has followers: give --coordinator HOST:PORT, or auto")

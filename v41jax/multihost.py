@@ -11,6 +11,7 @@ lost and exits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from scheduler.batch import EngramRows
@@ -139,6 +140,7 @@ class Followers:
         listener: socket.socket,
         secret: bytes,
         on_lost: Callable[[str], None] = _end,
+        faults: Sequence[str] = (),
     ):
         """Waits for every follower; those that came are watched meanwhile.
 
@@ -148,10 +150,11 @@ class Followers:
           listener: where they come; it is closed.
           secret: that they know.
           on_lost: called when a process is gone.
+          faults: why this process cannot serve; it waits for `REFUSAL_S`, tells those who came and compares nothing.
 
         Raises:
-          HostsError: some process has another model or other options, or not all came within `JOIN_S`; the followers
-            that came raise it too.
+          HostsError: some process cannot serve, or has another model or other options, or not all came within
+            `JOIN_S`; the followers that came raise it too.
         """
         self._secret = secret
         self._on_lost = on_lost
@@ -160,7 +163,8 @@ class Followers:
         self._watches: list[threading.Thread] = []
         self._processes = hosts.processes
         self._theirs: dict[int, Shared] = {}
-        self._twice: list[str] = []
+        self._refuses = bool(faults)
+        self._refusals = [f"process 0: {fault}" for fault in faults]
         self._shared = shared
         self._came = threading.Condition()
         self._waiting = True
@@ -185,7 +189,7 @@ class Followers:
         return len(self._theirs) >= self._processes - 1
 
     def _faults(self) -> list[str]:
-        return [*self._twice, *differences(self._shared, self._theirs)]
+        return [*self._refusals, *differences(self._shared, self._theirs)]
 
     def _accept(self, listener: socket.socket) -> None:
         with listener:
@@ -200,7 +204,7 @@ class Followers:
     def _admit(self, connection: socket.socket) -> None:
         try:
             channel = admit(connection, self._secret)
-            number, theirs = json.loads(channel.receive())
+            number, theirs, reasons = json.loads(channel.receive())
         except (EOFError, OSError, ValueError) as error:
             # Whoever else tries the port, such as a probe, must not end the wait for the others.
             _log.warning("a connection to the port of the followers was refused: %s", error)
@@ -218,9 +222,10 @@ class Followers:
             link.start()
             watch.start()
             if number in self._theirs or number == 0:
-                self._twice.append(f"two processes have process_id {number}: give each of them its own")
+                self._refusals.append(f"two processes have process_id {number}: give each of them its own")
             else:
-                self._theirs[number] = theirs
+                self._refusals += [f"process {number}: {reason}" for reason in reasons]
+                self._theirs[number] = self._shared if reasons or self._refuses else theirs
             self._came.notify_all()
 
     def send(self, *message: Any) -> None:
@@ -287,6 +292,25 @@ def lead(hosts: Hosts, shared: Shared, on_lost: Callable[[str], None] = _end) ->
     return followers
 
 
+def refuse(hosts: Hosts, faults: Sequence[str]) -> None:
+    """Tells the other processes that this one cannot serve, so that they end too; those not there yet are not told.
+
+    Args:
+      hosts: of this process.
+      faults: why, one line each.
+    """
+    with contextlib.suppress(EOFError, OSError, ValueError):
+        meeting = meeting_of(hosts)
+        if hosts.process == 0:
+            Followers(hosts, {}, listen(hosts), meeting.secret, faults=faults)
+            return
+        channel = _connect(meeting, REFUSAL_S)
+        channel.send(json.dumps((hosts.process, {}, list(faults))).encode())
+        link = _Link(channel, "process 0", lambda _: None)
+        link.receive()  # what process 0 then says to all
+        link.close()
+
+
 class Model(NamedTuple):
     """What a follower runs steps with.
 
@@ -320,8 +344,8 @@ def follow(
       SecretError: process 0 does not know this process's secret.
       OSError: process 0 could not be reached for `JOIN_S`.
     """
-    channel = _connect(meeting)
-    channel.send(json.dumps((hosts.process, shared)).encode())
+    channel = _connect(meeting, JOIN_S)
+    channel.send(json.dumps((hosts.process, shared, ())).encode())
     link = _Link(channel, "process 0", on_lost)
     link.start()
     # Signs of life must be heard while a step compiles or runs, which takes longer than the silence that is a loss.
@@ -370,9 +394,9 @@ def _repeat(next_message: Callable[[], Any], model: Model) -> None:
             getattr(runner, command)(*arguments)
 
 
-def _connect(meeting: Meeting) -> Channel:
-    """A channel to process 0; raises what the last attempt did when `JOIN_S` are over."""
-    end = time.monotonic() + JOIN_S
+def _connect(meeting: Meeting, seconds: float) -> Channel:
+    """A channel to process 0; raises what the last attempt did when the time is over."""
+    end = time.monotonic() + seconds
     while True:
         failures: list[Exception] = []
         for place in meeting.places:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, RuntimeConfigError, validate_runtime_config
 from v41jax.config import ConfigError, ModelConfig
-from v41jax.host_joining import join_cluster
-from v41jax.host_options import AUTO, hosts_faults
+from v41jax.host_joining import describe, join_cluster
+from v41jax.host_options import AUTO, hosts_faults, hosts_of
 from v41jax.layers.collectives import Parallel
+from v41jax.multihost import refuse
 from v41jax.sharding import arrangement, mesh_faults
 
 
@@ -80,6 +81,18 @@ def check_serving(directory: Path, config: EngineConfig) -> Serving:
         raise RuntimeConfigError(faults)
     parallel = arrangement(config.mesh, config.enable_expert_parallel, config.expert_exchange)
     return Serving(config, model, view, parallel)
+
+
+def begin_serving(directory: Path, config: EngineConfig) -> Serving:
+    """As `check_serving`, with the numbers of `in_cluster`; other processes of the service hear of a refusal."""
+    config = in_cluster(directory, config)
+    try:
+        return check_serving(directory, config)
+    except (ValueError, OSError) as error:
+        hosts = None if hosts_faults(config) else hosts_of(config)
+        if hosts is not None and not hosts.automatic:
+            refuse(hosts, getattr(error, "faults", None) or [describe(error)])
+        raise
 
 
 def in_cluster(directory: Path, config: EngineConfig) -> EngineConfig:

@@ -3,8 +3,8 @@
 `python -m tests.mesh.shards CHECKPOINT MESH...`, a mesh as `DATAxMODEL[:experts][:OPTION...]` with the options of
 `OPTIONS`. Prints one JSON object a mesh: what every request of the scenario got, and the engine's statistics.
 `CHECKPOINT MESH --hosts HOST:PORT PROCESS` is one of two processes, which serve the requests of `OF_ONE_CHUNK` twice;
-with the option `stays` they stay, with `fails` the next step fails in process 0 alone. `--hosts auto` takes the processes from the
-environment.
+with the option `stays` they stay, with `fails` the next step fails in process 0 alone. `--hosts auto` takes the
+processes from the environment.
 """
 
 from __future__ import annotations
