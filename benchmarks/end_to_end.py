@@ -22,7 +22,9 @@ import argparse
 import dataclasses
 import itertools
 import json
+import pathlib
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import ProfileData, ProfileOptions
 
 from benchmarks.provenance import provenance
 from benchmarks.random_model import random_draft, random_parameters, random_pools
@@ -263,6 +266,40 @@ def _timed(step: Any) -> tuple[float, float]:
     return (time.perf_counter() - began) / count, statistics.median(hosts)
 
 
+def _alone(step: Callable[[], tuple[Any, float]]) -> tuple[float, float]:
+    """Median seconds of the host, and until the result is there, of calls that find an idle device."""
+    hosts, whole = [], []
+    for _ in range(7):
+        began = time.perf_counter()
+        output, host = step()
+        jax.block_until_ready(output)
+        whole.append(time.perf_counter() - began)
+        hosts.append(host)
+    return statistics.median(hosts), statistics.median(whole)
+
+
+def _host_events(step: Callable[[], tuple[Any, float]]) -> dict[str, Any]:
+    """What the host did in one call, by JAX's own annotations: name, count and milliseconds, nested ones included."""
+    options = ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level, options.device_tracer_level = 2, 0, 0
+    with tempfile.TemporaryDirectory() as directory:
+        jax.profiler.start_trace(directory, profiler_options=options)
+        jax.block_until_ready(step()[0])
+        jax.profiler.stop_trace()
+        [file] = pathlib.Path(directory).rglob("*.xplane.pb")
+        data = ProfileData.from_file(str(file))
+    milliseconds: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for plane in data.planes:
+        if plane.name.startswith("/host:"):
+            for line in plane.lines:
+                for event in line.events:
+                    name = line.name.split("/")[0] + ": " + event.name.split("#")[0][:60].rstrip("_0123456789")
+                    milliseconds[name] += event.duration_ns / 1e6
+                    counts[name] += 1
+    return {"host_events": [[name, counts[name], round(time, 3)] for name, time in milliseconds.most_common(40)]}
+
+
 def _against(bench: Bench, work: Work, seconds: float) -> dict[str, float]:
     memory = work.memory_bytes / bench.rates.bytes_per_second
     compute = work.operations / bench.rates.flops_per_second
@@ -322,7 +359,7 @@ def cells(bench: Bench, arguments: argparse.Namespace) -> Iterator[Cell]:
         yield prefill_cell(bench, prompt, arguments.chunk)
 
 
-def measurements(bench: Bench, table: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+def measurements(bench: Bench, table: Sequence[Cell], traced: bool) -> Iterator[dict[str, Any]]:
     """Times of all cells, then their kernels."""
     shapes = [[bench.arrays(*forward)[1] for forward in cell.forwards] for cell in table]
     began = time.perf_counter()
@@ -336,12 +373,17 @@ def measurements(bench: Bench, table: Sequence[Cell]) -> Iterator[dict[str, Any]
         if not jnp.isfinite(cell.run(bench)[0].logits).all():
             raise SystemExit(f"{cell.label}: logits are not finite, so that rows choose the same experts")
         seconds, host = _timed(lambda cell=cell: cell.run(bench))
+        alone, latency = _alone(lambda cell=cell: cell.run(bench))
         yield {
             **cell.label,
             **_against(bench, cell.work, seconds),
             "host_ms": round(1e3 * host, 3),
+            "host_alone_ms": round(1e3 * alone, 3),
+            "step_alone_ms": round(1e3 * latency, 3),
             "tokens_per_s": round(cell.tokens / seconds, 1),
         }
+    for cell in table if traced else ():
+        yield {**cell.label, **_host_events(lambda cell=cell: cell.run(bench))}
     for cell in table:
         kernels = _kernels(lambda cell=cell: cell.run(bench))
         if kernels:
@@ -364,6 +406,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv-cache-dtype", default="bf16", choices=("bf16", "fp4"))
     parser.add_argument("--index-cache-dtype", default="fp8", choices=("fp8", "fp4"))
     parser.add_argument("--kernels", default="auto", choices=("auto", "xla", "pallas"))
+    parser.add_argument("--host-events", action="store_true", help="list what the host does in a step")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(given)
     rates = measure_ceilings(small=jax.default_backend() == "cpu", profile=False)
@@ -380,7 +423,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "setup_s": round(time.perf_counter() - began, 1),
         "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(bench.runner.params)),
     }
-    for record in measurements(bench, list(cells(bench, arguments))):
+    for record in measurements(bench, list(cells(bench, arguments)), arguments.host_events):
         print(json.dumps(header | record), flush=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import backend
 from scheduler.scheduled_batch import Phase
 from scheduler.sequence import PLACEHOLDER, SamplingParams, Sequence
 from v41jax.logit_edits import EditPlanner
@@ -202,12 +203,14 @@ def test_masks_follow_the_proposals_up_to_one_that_is_not_allowed():
     assert edits.constrained.tolist() == [True] * 3 + [False] * 5
 
 
+@pytest.mark.parametrize("generation", ["cpu", "cuda"])
 @pytest.mark.parametrize("alternatives", [1, 5, 500])
-def test_scores_are_the_log_softmax_best_first(alternatives):
+def test_scores_are_the_log_softmax_best_first(alternatives, generation):
     logits = np.random.default_rng(0).normal(size=(4, 60)).astype(np.float32) * 5
     logits[1, 3] = logits[1, 40] = logits.max() + 1
     chosen = np.array([0, 40, 2, 59])
-    scores = token_scores(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(True), alternatives)
+    with backend.use_target(backend.Target("triton", generation)):
+        scores = token_scores(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(True), alternatives)
     wide = logits.astype(np.float64)
     logprobs = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(scores.chosen, logprobs[np.arange(4), chosen], atol=1e-4)

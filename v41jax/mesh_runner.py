@@ -186,6 +186,10 @@ class MeshRunner(ModelRunner):
     def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
         return jit_mesh_step(self.mesh, self.setup, shape.phase.value, arguments)
 
+    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> tuple[Any, Callable[..., Sequence[Any]]]:
+        # Not packed: every shard is sent its own rows only.
+        return self._jit_step(shape, arguments).lower(*arguments), lambda *given: given
+
     def _no_edits(self, outputs: int) -> LogitEdits:
         # On the host: an array on one device is no argument for a program of many processes.
         if outputs not in self._empty_edits:

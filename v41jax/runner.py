@@ -32,6 +32,7 @@ from v41jax.flow import Flow
 from v41jax.layers.rows import Phase
 from v41jax.layers.vision import write_image_rows
 from v41jax.model import ForwardOutput, ModelSetup, forward, head
+from v41jax.packed_arguments import StepPacking
 from v41jax.page_transfer import ONE_DEVICE, TransferName, Transfers, run_transfer
 from v41jax.parameters import Parameters
 from v41jax.piecewise import PiecewiseStep
@@ -101,7 +102,7 @@ class CompiledStep:
     """One bucket's program.
 
     Attributes:
-      call: the executable.
+      call: the executable, with its arguments made from those of the step function.
       seconds: time it took to compile (or to fetch from the persistent cache).
       temporary_bytes: device memory it needs besides arguments and results.
     """
@@ -279,9 +280,15 @@ class ModelRunner:
         """What moves slots and images of these arrays."""
         return StateCopies()
 
-    def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
-        """The whole step, to be lowered for these (abstract) arguments."""
-        return jax.jit(self.step_function(shape), donate_argnums=(1, 2))
+    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> tuple[Any, Callable[..., Sequence[Any]]]:
+        """The whole step, lowered for these (abstract) arguments, and what makes its arguments of `serve_step`'s."""
+        packing = StepPacking(arguments)
+        step = self.step_function(shape)
+
+        def packed_step(*packed: Any) -> tuple[Pools, Array, StepOutput]:
+            return step(*packing.unpack(*packed))
+
+        return jax.jit(packed_step, donate_argnums=(1, 2)).lower(*packing.abstract), packing.pack
 
     @property
     def pools(self) -> Pools:
@@ -329,7 +336,7 @@ class ModelRunner:
         # Tracing holds the interpreter, compiling does not.
         with ThreadPoolExecutor(min(MOST_COMPILING, os.cpu_count() or 1)) as pool:
             wanted = dict.fromkeys(key for key in keys if key not in self._compiled)
-            for key, program in [(key, pool.submit(self._compile, self._lower(*key))) for key in wanted]:
+            for key, program in [(key, pool.submit(self._compile, *self._lower(*key))) for key in wanted]:
                 self._compiled[key] = program.result()
         self.load_adjustments(0, np.zeros(self._adjustments.shape[1], np.float32))
         self._warm = True
@@ -337,11 +344,11 @@ class ModelRunner:
     def _program(self, shape: StepShape, images: bool) -> CompiledStep:
         key = (shape, images)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(self._lower(shape, images))
+            self._compiled[key] = self._compile(*self._lower(shape, images))
         return self._compiled[key]
 
-    def _lower(self, shape: StepShape, images: bool) -> Any:
-        """A step's program, traced for abstract arguments."""
+    def _lower(self, shape: StepShape, images: bool) -> tuple[Any, Callable[..., Sequence[Any]]]:
+        """A step's program, traced for abstract arguments; see `_lowered_step`."""
         self.note_compilation(shape)
         setup = self.setup
         shards = setup.parallel.data
@@ -358,13 +365,14 @@ class ModelRunner:
         if images:
             arguments.append(image_shape(setup.config, shards * shape.rows, setup.precision.activation_dtype))
         with backend.recording(self._operations):
-            return self._jit_step(shape, arguments).lower(*arguments)
+            return self._lowered_step(shape, arguments)
 
     @staticmethod
-    def _compile(lowered: Any) -> CompiledStep:
+    def _compile(lowered: Any, prepare: Callable[..., Sequence[Any]]) -> CompiledStep:
         began = time.perf_counter()
         executable = lowered.compile()
-        return CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
+        seconds = time.perf_counter() - began
+        return CompiledStep(lambda *arguments: executable(*prepare(*arguments)), seconds, temporary_bytes(executable))
 
     def note_compilation(self, what: object) -> None:
         """Counts a compilation that warm-up should have done."""

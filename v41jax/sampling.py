@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import backend
+
 MAX_ALTERNATIVES = 20
 """Most likely tokens whose log-probabilities a step can report, as many as the API allows to ask for."""
 
@@ -108,6 +110,19 @@ def constrain(logits: Array, edits: LogitEdits) -> Array:
     return jax.lax.cond(jnp.any(edits.constrained), mask, lambda values: values, logits)
 
 
+def _largest(logits: Array, count: int) -> tuple[Array, Array]:
+    """The `count` largest of each row, descending, and their ids, the smaller first among equals.
+
+    For a GPU by sorting: XLA cannot make its top-k part of a captured graph, and with one in a branch the host waits
+    for the device in every step, whether the branch is taken or not.
+    """
+    if backend.current_target().generation not in ("cuda", "rocm"):
+        return jax.lax.top_k(logits, count)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    descending, order = jax.lax.sort((-logits, ids), dimension=1, num_keys=2)
+    return -descending[:, :count], order[:, :count]
+
+
 def token_scores(logits: Array, chosen: Array, wanted: Array, alternatives: int = MAX_ALTERNATIVES) -> TokenScores:
     """Log-softmax of the model's own logits, before temperature, penalties and filters.
 
@@ -121,7 +136,7 @@ def token_scores(logits: Array, chosen: Array, wanted: Array, alternatives: int 
 
     def compute() -> TokenScores:
         normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        top, top_ids = jax.lax.top_k(logits, k)
+        top, top_ids = _largest(logits, k)
         picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
         return TokenScores((picked - normalizer)[:, 0], top - normalizer, top_ids.astype(jnp.int32))
 

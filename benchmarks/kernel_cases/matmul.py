@@ -112,7 +112,7 @@ def _expert_case(rows: int, experts: int, width: int, hidden: int, chosen: int, 
     def config(rows: int, *tiles: int) -> experts_triton.Config | WideConfig:
         if len(tiles) == 4:
             return WideConfig(rows, *tiles)
-        return experts_triton.Config(rows, experts_triton.Tile(*tiles[:5]), experts_triton.Tile(*tiles[5:]))
+        return experts_triton.Config(rows, experts_triton.Tile(*tiles[:4]), experts_triton.Tile(*tiles[4:]))
 
     return Case(
         "grouped_experts",
@@ -131,7 +131,7 @@ def cases(size: str) -> Iterator[Case]:
     """Few rows at the model's FP8 layers; experts at 1, 8, 64 and 4,096 rows of the 96 a quarter holds."""
     if size == "smoke":
         yield _linear_case("small", 3, 96, 128, [(64, 16, 64, 2, 4, 1)])
-        yield _expert_case(4, 8, 64, 64, 2, [(16, 32, 16, 4, 1, 1, 64, 16, 4, 1, 1)])
+        yield _expert_case(4, 8, 64, 64, 2, [(16, 32, 16, 4, 1, 64, 16, 4, 1)])
         return
     # outputs, rows, inner, splits, warps, stages
     few = [(32, 16, 256, 1, 4, 3), (64, 16, 256, 1, 4, 3), (64, 16, 128, 4, 4, 4), (128, 16, 128, 2, 8, 4)]
@@ -140,33 +140,21 @@ def cases(size: str) -> Iterator[Case]:
         for rows in (1, 8, 64):
             tuning = (many if rows == 64 else few) if name in ("wq_b", "wo_b", "wq_a") and rows != 8 else []
             yield _linear_case(name, rows, outputs, inputs, tuning)
-    # Rows of a block; outputs, words a step, warps, stages, splits of the first product; of the second.
-    one = [
-        (16, 64, 32, 4, 3, 1, 64, 32, 4, 3, 1),
-        (16, 64, 32, 4, 3, 8, 64, 32, 4, 3, 6),
-        (16, 64, 32, 2, 3, 4, 64, 32, 2, 3, 3),
-        (16, 64, 64, 4, 3, 4, 64, 64, 4, 3, 3),
-        (16, 64, 32, 4, 4, 2, 64, 32, 4, 4, 2),
-    ]
-    eight = [
-        (16, 64, 32, 4, 3, 2, 64, 32, 4, 3, 2),
-        (16, 64, 64, 4, 3, 1, 64, 64, 4, 3, 1),
-        (16, 64, 32, 2, 3, 1, 64, 32, 2, 3, 1),
-        (16, 64, 64, 4, 3, 4, 64, 64, 4, 3, 3),
-    ]
-    many = [
-        (16, 64, 32, 4, 3, 1, 64, 32, 4, 3, 1),
-        (16, 64, 64, 4, 2, 1, 64, 64, 4, 2, 1),
-        (16, 64, 64, 4, 3, 1, 64, 64, 4, 2, 1),
-        (16, 64, 32, 4, 2, 1, 64, 64, 4, 3, 1),
-        (16, 64, 64, 4, 3, 2, 64, 64, 4, 3, 3),
+    # Rows of a block; outputs, words a step, warps, stages of the first product; of the second.
+    few = [
+        (16, 64, 64, 4, 3, 64, 64, 4, 3),
+        (16, 64, 64, 4, 2, 128, 64, 4, 3),
+        (16, 64, 64, 2, 3, 32, 64, 2, 3),
+        (16, 32, 64, 2, 4, 64, 64, 2, 4),
+        (16, 32, 128, 2, 2, 32, 32, 2, 4),
+        (16, 32, 64, 1, 3, 32, 64, 1, 3),
     ]
     # Rows of a block, outputs, inner dims, warps, stages where weights are widened first.
     prefill = [
-        (128, 128, 16, 8, 3, 1, 128, 16, 8, 3, 1),
+        (128, 128, 16, 8, 3, 128, 16, 8, 3),
         (128, 128, 64, 8, 3),
         (128, 256, 64, 8, 4),
         (128, 256, 32, 8, 4),
     ]
-    for rows, tuning in ((1, one), (8, eight), (64, many), (4096, prefill)):
+    for rows, tuning in ((1, few), (8, few), (64, few), (4096, prefill)):
         yield _expert_case(rows, 96, WIDTH, HIDDEN, CHOSEN, tuning)

@@ -51,19 +51,28 @@ def splits_for(inputs: int, outputs: int, tile_outputs: int, inner: int, program
 
 def config_for(rows: int, inputs: int, outputs: int, generation: str, weights: int = 1) -> Config:
     """The configuration for x [rows, inputs] and `outputs` outputs of each of `weights` weights."""
-    tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     rocm = generation == "rocm"
     large = inputs * outputs >= 2**24 and not rocm
-    tile_outputs, inner = (128 if large else 64), (256 if tile_rows == 16 and not rocm else 128)
+    tile_rows = min(128 if large else 64, max(16, 1 << (rows - 1).bit_length()))
+    tile_outputs, inner = 64, 128
+    if tile_rows == 128:
+        inner = 64
+    elif large:
+        tile_outputs = 128
+    elif tile_rows == 16 and not rocm:
+        inner = 256
     while inner > LANE_GROUP and inner // 2 >= inputs:
         inner //= 2
-    warps = 8 if large and inner == 256 else 4
-    programs = max(1, (608 if rocm else 264) // (weights * -(-rows // tile_rows)))
-    splits = splits_for(inputs, outputs, tile_outputs, inner, programs)
-    return Config(tile_outputs, tile_rows, inner, splits, warps, 1 if rocm else 3)
+    programs = 608 if rocm else 264
+    if large and outputs < 132 * tile_outputs:
+        # Outputs alone leave multiprocessors idle: as many programs as fit them at once.
+        programs = {16: 528, 64: 132}.get(tile_rows, programs)
+    wanted = max(1, programs // (weights * -(-rows // tile_rows)))
+    splits = splits_for(inputs, outputs, tile_outputs, inner, wanted)
+    return Config(tile_outputs, tile_rows, inner, splits, 4, 1 if rocm else 3)
 
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 """The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
 LEAST_WEIGHT = 2**21
 """Weight elements below which XLA computes the product of one row. It widens the weight to memory first, in a launch

@@ -1,16 +1,14 @@
 """The routed experts for GPUs: one kernel for gate, up and activation, one for down, widening weights in registers.
 
-A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks. With very
-few rows every pair is a block of its own, and the inner dimensions are cut among programs too, or the device would be
-half empty; a third kernel then adds the parts and activates. Weights are widened one code of their 16-bit words after
-the other, so x and the hidden values are kept in the order of `by_code`.
+A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks; with very
+few rows every pair is a block of its own. Programs of few outputs and two warps fill a device even then. Weights are
+widened one code of their 16-bit words after the other, so x and the hidden values are kept in the order of `by_code`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 
 import jax
@@ -30,12 +28,8 @@ Array = jax.Array
 
 LEAST_WIDE = 192
 """Rows an expert from which on its weights are widened into memory first."""
-MOST_CUT, MOST_SPLITS = 48, 4
-"""(row, expert) pairs up to which the inner width is cut, and into how many parts."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
-ACTIVATED = 256
-"""Outputs of one program that adds parts and activates, a multiple of 32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +40,12 @@ class Tile:
       outputs: outputs of one program (for the first kernel: of each of its two matrices), a multiple of 32.
       inner: words of one step, a multiple of `LEAST_INNER` that divides the words of the inner width.
       num_warps, num_stages: of one program.
-      splits: programs among which the inner width is cut; they divide its steps.
     """
 
     outputs: int
     inner: int
     num_warps: int
     num_stages: int
-    splits: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,21 +69,18 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
             size *= 2
         return size
 
-    mean = -(-pairs // experts)
+    def tile(outputs: int, dims: int, most: int, warps: int) -> Tile:
+        return Tile(outputs, inner(dims, most), warps, stages)
+
+    mean, least = -(-pairs // experts), 32 * (hidden // 32)
     if mean >= 64:
-        rows = 64 if generation == "rocm" else 128
-        warps, outputs, most = (4, 64, 16) if generation == "rocm" else (8, 128, 16)
-    else:
-        rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
-        warps, outputs, most = 4, 64, 64
-
-    def tile(tile_outputs: int, dims: int) -> Tile:
-        step = inner(dims, most)
-        steps = dims // CODES // step
-        splits = max(cut for cut in range(1, MOST_SPLITS + 1) if steps % cut == 0) if pairs <= MOST_CUT else 1
-        return Tile(tile_outputs, step, warps, stages, splits)
-
-    return Config(rows, tile(min(outputs, 32 * (hidden // 32)), width), tile(outputs, hidden))
+        rows, outputs, warps = (64, 64, 4) if generation == "rocm" else (128, 128, 8)
+        return Config(rows, tile(min(outputs, least), width, 16, warps), tile(outputs, hidden, 16, warps))
+    rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
+    if rows > 16:
+        return Config(rows, tile(min(64, least), width, 64, 4), tile(64, hidden, 64, 4))
+    # Measured on an H200 at 1, 8 and 64 rows: products of 32 rows or two warps wait for no warp group.
+    return Config(rows, tile(32, width, 64, 2), tile(64, hidden, 64, 2))
 
 
 def unsupported(x: Array, w1: object, w2: object) -> str | None:
@@ -111,22 +100,21 @@ def _product(
     weights: list[tuple],
     expert: Array,
     output: Array,
-    split: Array,
     x_ref: object,
     x_row: Array,
+    live: Array,
     tile: Tile,
     cuda: bool,
 ) -> list[Array]:
     """Sums [outputs, rows] of every (words, scales) ref pair with rows `x_row` of x, in the order of `by_code`.
 
-    split: which part of the inner width.
+    live: which rows are wanted.
     """
     width = weights[0][0].shape[-1]
-    steps = width // tile.inner // tile.splits
 
     def step(index: Array, totals: tuple) -> tuple:
         first = index * tile.inner
-        parts = [load_rows(x_ref, x_row, code * width + first, tile.inner).T for code in range(CODES)]
+        parts = [load_rows(x_ref, x_row, code * width + first, tile.inner, live=live).T for code in range(CODES)]
         results = []
         for total, (words_ref, scales_ref) in zip(totals, weights, strict=True):
             groups = tile.inner // GROUP_WORDS
@@ -138,7 +126,7 @@ def _product(
         return tuple(results)
 
     start = tuple(jnp.zeros((tile.outputs, x_row.shape[0]), jnp.float32) for _ in weights)
-    return list(lax.fori_loop(split * steps, (split + 1) * steps, step, start))
+    return list(lax.fori_loop(0, width // tile.inner, step, start))
 
 
 def _hidden_kernel(
@@ -152,15 +140,16 @@ def _hidden_kernel(
     gate_scales: object,
     up_words: object,
     up_scales: object,
-    *out_refs: object,
+    out_ref: object,
+    *,
     config: Config,
     chosen: int,
     activation: dict,
 ) -> None:
-    """A block's rows for a tile of outputs: hidden values in the order of `by_code`, or float32 gate and up parts."""
+    """A block's rows for a tile of outputs: hidden values in the order of `by_code`."""
     triton, tile = backend.triton(), config.hidden
     experts, outputs, _ = gate_words.shape
-    block, output, split = _place(tile, outputs)
+    block, output = _place(tile, outputs)
     expert = triton.load(expert_ref.at[block])
 
     @pl.when(expert < experts)
@@ -170,38 +159,9 @@ def _hidden_kernel(
         pair = triton.load(pair_ref.at[jnp.where(live, position, 0)])
         near = jnp.minimum(output, outputs - 1)
         refs = [(gate_words, gate_scales), (up_words, up_scales)]
-        sums = _product(refs, expert, near, split, x_ref, lax.div(pair, chosen), tile, activation["cuda"])
-        present = output < outputs
-        if tile.splits > 1:
-            for part, out_ref in zip(sums, out_refs, strict=True):
-                store_rows(out_ref, part, position, live, output, present, split)
-        else:
-            hidden = activated(*sums, triton.load(weights_ref.at[pair])[None, :], **activation)
-            store_rows(out_refs[0], hidden, position, live, place_by_code(output, outputs), present)
-
-
-def _activate_kernel(
-    gate_ref: object, up_ref: object, weights_ref: object, pair_ref: object, hidden_ref: object, *, activation: dict
-) -> None:
-    """Adds the parts of one pair's gate and up values and activates them, `ACTIVATED` outputs a program."""
-    triton = backend.triton()
-    splits, _, outputs = gate_ref.shape
-    tiles = -(-outputs // ACTIVATED)
-    position, tile = pl.program_id(0) // tiles, pl.program_id(0) % tiles
-    output = tile * ACTIVATED + jnp.arange(ACTIVATED, dtype=jnp.int32)
-    present = output < outputs
-    row = jnp.broadcast_to(position, output.shape)
-
-    def summed(ref: object) -> Array:
-        parts = [
-            triton.load(ref.at[jnp.full_like(row, part), row, output], mask=present, other=0.0)
-            for part in range(splits)
-        ]
-        return functools.reduce(operator.add, parts)[:, None]
-
-    routing = triton.load(weights_ref.at[triton.load(pair_ref.at[position])])
-    hidden = activated(summed(gate_ref), summed(up_ref), routing, **activation)
-    store_rows(hidden_ref, hidden, position[None], position[None] >= 0, place_by_code(output, outputs), present)
+        sums = _product(refs, expert, near, x_ref, lax.div(pair, chosen), live, tile, activation["cuda"])
+        hidden = activated(*sums, triton.load(weights_ref.at[pair])[None, :], **activation)
+        store_rows(out_ref, hidden, position, live, place_by_code(output, outputs), output < outputs)
 
 
 def _down_kernel(
@@ -217,10 +177,10 @@ def _down_kernel(
     config: Config,
     cuda: bool,
 ) -> None:
-    """Expert outputs of one block for one tile of outputs, at the pairs' own places; float32 parts when cut."""
+    """Expert outputs of one block for one tile of outputs, at the pairs' own places."""
     triton, tile = backend.triton(), config.down
     experts, outputs, _ = words_ref.shape
-    block, output, split = _place(tile, outputs)
+    block, output = _place(tile, outputs)
     expert = triton.load(expert_ref.at[block])
 
     @pl.when(expert < experts)
@@ -230,17 +190,15 @@ def _down_kernel(
         position = jnp.where(live, position, triton.load(first_ref.at[block]))
         pair = triton.load(pair_ref.at[position])
         near = jnp.minimum(output, outputs - 1)
-        [total] = _product([(words_ref, scales_ref)], expert, near, split, hidden_ref, position, tile, cuda)
-        leading = split if tile.splits > 1 else None
-        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, output < outputs, leading)
+        [total] = _product([(words_ref, scales_ref)], expert, near, hidden_ref, position, live, tile, cuda)
+        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, output < outputs)
 
 
-def _place(tile: Tile, outputs: int) -> tuple[Array, Array, Array]:
-    """Block, outputs and split of this program."""
+def _place(tile: Tile, outputs: int) -> tuple[Array, Array]:
+    """Block and outputs of this program."""
     tiles = -(-outputs // tile.outputs)
     program = pl.program_id(0)
-    output = (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
-    return program // (tiles * tile.splits), output, (program // tiles) % tile.splits
+    return program // tiles, (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
 
 
 @backend.traced_once
@@ -309,15 +267,11 @@ def _expert_outputs(
     hidden_width, pairs = gate.packed.shape[1], blocks.pair.shape[0]
     lists = (blocks.expert, blocks.first, blocks.end, blocks.pair)
 
-    def call(kernel: object, tile: Tile, outputs: int, name: str, copies: int, *operands: Array) -> list[Array]:
-        """One product: `copies` arrays of float32 parts when the inner width is cut, else one of results."""
-        split = tile.splits > 1
-        shape = (tile.splits, pairs, outputs) if split else (pairs, outputs)
-        out = jax.ShapeDtypeStruct(shape, jnp.float32 if split else jnp.bfloat16)
+    def call(kernel: object, tile: Tile, outputs: int, name: str, *operands: Array) -> Array:
         return backend.triton_call(
             kernel,
-            [out] * (copies if split else 1),
-            grid=(blocks.expert.shape[0] * -(-outputs // tile.outputs) * tile.splits,),
+            jax.ShapeDtypeStruct((pairs, outputs), jnp.bfloat16),
+            grid=(blocks.expert.shape[0] * -(-outputs // tile.outputs),),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             interpret=interpret,
@@ -330,7 +284,6 @@ def _expert_outputs(
         config.hidden,
         hidden_width,
         "grouped_experts_hidden",
-        2,
         operand_of(x, cuda) if codes is None else codes,
         routing,
         *lists,
@@ -339,28 +292,16 @@ def _expert_outputs(
         words_of(up.packed),
         up.scales,
     )
-    if config.hidden.splits > 1:
-        hidden = backend.triton_call(
-            functools.partial(_activate_kernel, activation=activation),
-            [jax.ShapeDtypeStruct((pairs, hidden_width), jnp.bfloat16)],
-            grid=(pairs * -(-hidden_width // ACTIVATED),),
-            num_warps=4,
-            num_stages=1,
-            interpret=interpret,
-            name="grouped_experts_activate",
-        )(*hidden, routing, blocks.pair)
-    [outputs] = call(
+    return call(
         functools.partial(_down_kernel, config=config, cuda=cuda),
         config.down,
         x.shape[1],
         "grouped_experts_down",
-        1,
-        *hidden,
+        hidden,
         *lists,
         words_of(down.packed),
         down.scales,
     )
-    return jnp.sum(outputs, axis=0).astype(jnp.bfloat16) if config.down.splits > 1 else outputs
 
 
 def _combine(outputs: Array, ids: Array, served: Array) -> Array:

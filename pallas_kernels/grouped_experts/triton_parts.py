@@ -19,32 +19,30 @@ def operand_of(x: Array, cuda: bool) -> Array:
     return operand * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else operand
 
 
-def load_rows(ref: object, index: Array, first: Array, count: int, leading: Array | None = None) -> Array:
-    """ref[(leading,) index, first : first + count] as [len(index), count]."""
+def load_rows(
+    ref: object, index: Array, first: Array, count: int, leading: Array | None = None, live: Array | None = None
+) -> Array:
+    """ref[(leading,) index, first : first + count] as [len(index), count]; rows that are not `live` are 0 and cost no
+    traffic."""
     shape = (index.shape[0], count)
     column = first + jnp.arange(count, dtype=jnp.int32)
     place = [jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
     if leading is not None:
         place.insert(0, jnp.broadcast_to(leading, shape))
-    return backend.triton().load(ref.at[tuple(place)])
+    if live is None:
+        return backend.triton().load(ref.at[tuple(place)])
+    return backend.triton().load(ref.at[tuple(place)], mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
 
 
-def store_rows(
-    ref: object, values: Array, row: Array, live: Array, column: Array, present: Array, leading: Array | None = None
-) -> None:
-    """ref[(leading,) row, column] = values [columns, rows], turned so that columns are contiguous.
+def store_rows(ref: object, values: Array, row: Array, live: Array, column: Array, present: Array) -> None:
+    """ref[row, column] = values [columns, rows], turned so that columns are contiguous.
 
     Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
     """
     shape = (row.shape[0], column.shape[0])
     stored = jnp.broadcast_to(live[:, None], shape) & jnp.broadcast_to(present[None, :], shape)
-    place = [
-        jnp.where(stored, jnp.broadcast_to(row[:, None], shape), ref.shape[-2]),
-        jnp.broadcast_to(column[None, :], shape),
-    ]
-    if leading is not None:
-        place.insert(0, jnp.broadcast_to(leading, shape))
-    backend.triton().store(ref.at[tuple(place)], values.T, mask=stored)
+    near = jnp.where(stored, jnp.broadcast_to(row[:, None], shape), ref.shape[0])
+    backend.triton().store(ref.at[near, jnp.broadcast_to(column[None, :], shape)], values.T, mask=stored)
 
 
 def swiglu(gate: Array, up: Array, limit: float) -> Array:

@@ -12,8 +12,13 @@ BUILDS = {build.name: build for build in gpu_builds()}
 SPILLS = 768
 """Bytes a thread may spill: a [64, 512] float32 accumulator takes half of all registers of 256 threads."""
 
-ADDING = ("join", "activate", "widen")
+ADDING = ("join", "widen")
 """Parts of the names of kernels without a product."""
+BY_WARPS = (
+    *("sparse_attention bf16 1 rows", "sparse_attention packed 1 rows"),
+    *("grouped_experts 1 rows", "grouped_experts 64 rows"),
+)
+"""Builds for few rows: 16 heads a program or two warps, fewer than a warp group multiplies."""
 
 
 @pytest.mark.parametrize("target", gpu.TARGETS)
@@ -27,8 +32,7 @@ def test_kernel_compiles_within_the_target(name, target):
         assert kernel.shared_bytes <= gpu.SHARED_LIMIT[target]
         assert kernel.spills <= SPILLS, f"{kernel.name} spills {kernel.spills} bytes a thread"
         if not any(part in kernel.name for part in ADDING):
-            # Few rows take 16 heads a program, fewer than a warp group multiplies.
-            cuda = "mma.sync" if name in ("sparse_attention bf16 1 rows", "sparse_attention packed 1 rows") else "wgmma"
+            cuda = "mma.sync" if name in BY_WARPS else "wgmma"
             assert (cuda if target == "sm_90" else "v_mfma") in kernel.assembly
     if "experts" in name and target == "sm_90":
         assert "mul.rn.bf16x2" in kernels[0].assembly

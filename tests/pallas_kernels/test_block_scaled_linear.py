@@ -137,7 +137,8 @@ def test_one_layer_of_a_stack_is_that_layer_alone(implementation):
         (1, 2560, 512, False),
         (8, 5120, 512, True),
         (64, 8192, 5120, True),
-        (65, 5120, 512, False),
+        (128, 5120, 512, True),
+        (129, 5120, 512, False),
     ],
 )
 def test_auto_takes_the_kernel_where_it_was_measured_to_win(rows, inputs, outputs, kernel):
