@@ -47,18 +47,18 @@ from v41jax.engine_thread import EngineThread
 from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
 from v41jax.following import own_draft
+from v41jax.held_weights import accepts_images, precision_of
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
 from v41jax.leading_runners import LeadingDraftRunner, LeadingRunner
-from v41jax.memory_budget import PoolBudget, plan_pools
+from v41jax.memory_budget import Held, PoolBudget, plan_pools
 from v41jax.mesh_draft_runner import MeshDraftRunner, load_draft_on_mesh
 from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
 from v41jax.multihost import Followers, hosts_of, join
 from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
-from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
 from v41jax.sharding import arrangement, check_mesh, make_mesh
@@ -147,15 +147,13 @@ class Engine:
         if hosts is not None:
             join(hosts)
         geometry = config.geometry(view)
-        precision = Precision(
-            activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization
-        )
+        precision = precision_of(config)
         if weights is None:
             weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
         resources: list[Any] = []
         try:
-            sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
-            sees = sees and hosts is None
+            has_tower = config.vision == "auto" and "vision" in available_scopes(directory)
+            sees = accepts_images(config, has_tower=has_tower, several_processes=hosts is not None)
             drafts = config.num_speculative_tokens > 0
             scopes = ("text", *(("draft",) if drafts else ()), *(("vision",) if sees else ()))
             checkpoint = Checkpoint.open(directory, scopes=scopes)
@@ -190,7 +188,7 @@ class Engine:
                     draft = load_draft_parameters(checkpoint, **stored)
                 else:
                     draft = load_draft_on_mesh(checkpoint, mesh, parallel, **stored)
-            budget = plan_pools(config.of_shard(), setup, (params, tower, draft, tables_held))
+            budget = plan_pools(config.of_shard(), setup, Held(params, draft, tower, tables_held))
             pages, slots, shards = budget.num_pages, budget.num_slots, parallel.data
             scheduler = make_scheduler(config, view, geometry, pages, slots, deferred=not drafts)
             place: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
