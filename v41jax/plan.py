@@ -22,7 +22,7 @@ from scheduler.scheduled_batch import Phase
 from v41jax.chips import Chip, chip_of
 from v41jax.config import ModelConfig
 from v41jax.dspark import check_draft
-from v41jax.held_weights import abstract_held, accepts_images, on_mesh, precision_of
+from v41jax.held_weights import abstract_held, accepts_images, precision_of
 from v41jax.layers.collectives import Parallel, exchanges_rows
 from v41jax.layers.exchange_rule import exchange_of
 from v41jax.memory_budget import Held, PoolBudget, plan_pools
@@ -139,16 +139,10 @@ class Planner:
         options = self.options(parallel)
         return accepts_images(options, has_tower=True, several_processes=options.num_processes > 1)
 
-    @functools.cached_property
-    def _whole(self) -> dict[bool, Held]:
-        return {}
-
     def held(self, parallel: Parallel) -> Held:
         """Abstract weights, with the shardings of a mesh."""
-        sees = self.sees(parallel)
-        if sees not in self._whole:
-            self._whole[sees] = abstract_held(self.engine, self.config, self.engine.model_len(self.view), sees=sees)
-        return on_mesh(self._whole[sees], self.config, parallel)
+        length = self.engine.model_len(self.view)
+        return abstract_held(self.engine, self.config, parallel, length, sees=self.sees(parallel))
 
     def setup(self, parallel: Parallel) -> ModelSetup:
         """What a forward on a mesh is specialized on."""
