@@ -17,7 +17,7 @@ import jax
 from scheduler.buckets import Buckets, StepShape
 from scheduler.model_view import ModelView
 from scheduler.pool_geometry import GeometryError
-from scheduler.runtime_config import EngineConfig, RuntimeConfigError, validate_runtime_config
+from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.scheduled_batch import Phase
 from v41jax.chips import Chip, chip_of
 from v41jax.config import ModelConfig
@@ -27,10 +27,10 @@ from v41jax.layers.collectives import Parallel, exchanges_rows
 from v41jax.layers.exchange_rule import exchange_of
 from v41jax.memory_budget import Held, PoolBudget, plan_pools
 from v41jax.model import ModelSetup
-from v41jax.multihost import hosts_of
 from v41jax.plan_compile import QUICK, CompiledPlan, Topology, abstract_pools, compile_step
 from v41jax.plan_work import Bound, Rows, bound_of, expected_collectives, least_work
-from v41jax.sharding import arrangement, chip_bytes, mesh_faults, pool_specs
+from v41jax.serving_options import serving_faults
+from v41jax.sharding import arrangement, chip_bytes, pool_specs
 from v41jax.state_copies import allocate_images
 
 COORDINATOR = "localhost:8476"
@@ -157,16 +157,8 @@ class Planner:
                 f"a mesh of {parallel.chips} chips is larger than {self.topology}, which has {self.size.devices} "
                 "devices"
             )
-        try:
-            hosts_of(options)
-        except ValueError as error:
-            faults.append(str(error))
-        try:
-            validate_runtime_config(options, self.view)
-        except RuntimeConfigError as error:
-            faults += error.faults
+        faults += serving_faults(options, self.config, self.view)
         drafts = options.num_speculative_tokens > 0
-        faults += mesh_faults(self.config, parallel, drafts=drafts)
         if drafts and not faults:
             try:
                 check_draft(self.setup(parallel))
