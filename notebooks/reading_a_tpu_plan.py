@@ -28,6 +28,7 @@ from scheduler.runtime_config import EngineConfig
 from v41jax.chips import chip_of
 from v41jax.layers.collectives import Parallel
 from v41jax.plan import Planner
+from v41jax.plan_compile import Topology
 from v41jax.presets import preset
 
 GIB = 2**30
@@ -47,10 +48,10 @@ print("chosen:", label(plan))
 # %% [markdown]
 # ## What a chip holds
 #
-# Every mesh of 64 chips that divides the model, `data` x `model`, in the order of the tokens a second that its decode
-# step allows. Routed experts are most of the weights: whole experts over *all* chips leave less than 7 GiB on each.
-# Experts that only the `model` chips share, whole or cut, are on every data shard again. What weights and a reserve
-# leave of the chip becomes pools.
+# Every mesh of 64 chips that `serve` accepts and that holds the weights, `data` x `model`, in the order of the tokens a
+# second that its decode step allows. Routed experts are most of the weights: whole experts over *all* chips leave less
+# than 7 GiB on each. Experts that are cut over the `model` chips are on every data shard again. What weights and a
+# reserve leave of the chip becomes pools.
 
 # %%
 memory = [one["per_chip"]["memory_bytes"] / GIB for one in search]
@@ -67,7 +68,7 @@ axis.set(ylabel="GiB a chip", ylim=(0, memory[0] * 1.2))
 axis.legend(ncols=3, loc="upper right")
 plt.show()
 for one in plan["refused"]:
-    print("does not fit:", one["mesh"])
+    print(f"refused: {one['mesh']}: {one['reason'][:90]}...")
 
 # %% [markdown]
 # Replicas have a price: pages live on one data shard, and its `model` chips all hold them. More data shards therefore
@@ -76,8 +77,8 @@ for one in plan["refused"]:
 # %%
 config = preset("v4.1-flash")
 engine = EngineConfig()
-devices, context = plan["devices"], plan["context"]
-block = Planner(config, engine, plan["topology"], devices, context).setup(Parallel(1, 1)).geometry.block_size
+size, context = Topology(plan["devices"], plan["hosts"]), plan["context"]
+block = Planner(config, engine, plan["topology"], size, context).setup(Parallel(1, 1)).geometry.block_size
 for one in search:
     tokens = one["pages"] * block
     print(
@@ -169,14 +170,13 @@ else:
 # the other two grow with every row.
 
 # %%
-shapes = Planner(config, engine, plan["topology"], devices, context).weights()
 counts = [64, 128, 256, 512, 1024, 2048, 4096]
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
 for topology in ("v5p:4x4x4", "v6e:8x8"):
     asked = []
     for count in counts:
-        planner = Planner(config, EngineConfig(max_num_seqs=count), topology, 64, context)
-        asked.append(planner.plan(Parallel(8, 8, "data_model"), shapes))
+        planner = Planner(config, EngineConfig(max_num_seqs=count), topology, size, context)
+        asked.append(planner.plan(Parallel(8, 8, "data_model")))
     axes[0].plot(counts, [one.tokens_per_second / 1e3 for one in asked], "o-", label=topology)
     if topology == plan["topology"]:
         for term in terms:

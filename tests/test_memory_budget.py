@@ -1,66 +1,170 @@
-"""What is left for temporaries, and that a plan sizes pools as an engine does."""
+"""What is left for temporaries, and how the rest is shared."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
 from scheduler.pool_geometry import GeometryError
 from scheduler.runtime_config import EngineConfig
 from v41jax import memory_budget
+from v41jax.draft_parameters import draft_text
 from v41jax.layers.collectives import Parallel
-from v41jax.memory_budget import plan_pools, row_bytes, scratch_bytes, size_pools, step_rows
+from v41jax.memory_budget import (
+    Held,
+    expert_bytes,
+    pages_beside_images,
+    plan_pools,
+    row_bytes,
+    scratch_bytes,
+    step_bytes,
+    step_rows,
+)
 from v41jax.plan import Planner
+from v41jax.plan_compile import Topology
 from v41jax.presets import preset
 
 MESH = Parallel(8, 8, "data_model")
 OPTIONS = EngineConfig(max_model_len=131072, mesh={"data": 8, "model": 8}, enable_expert_parallel=True)
+DRAFTS = {"speculative_method": "dspark", "num_speculative_tokens": 5}
 GIB = 2**30
+ACTIVATION, WIDTH, INNER = 2, 5120, 2304
 
 
 def planner(**changes):
-    return Planner(preset("v4.1-flash"), dataclasses.replace(OPTIONS, **changes), "v6e:8x8", 64, 8192)
+    return Planner(preset("v4.1-flash"), dataclasses.replace(OPTIONS, **changes), "v6e:8x8", Topology(64, 16), 8192)
 
 
 def shard(**changes):
     return dataclasses.replace(OPTIONS, **changes).of_shard()
 
 
-def test_the_largest_step_is_a_prefill_or_a_decode_step_with_all_proposals():
-    assert step_rows(shard()) == 2048
-    assert step_rows(shard(max_num_batched_tokens=8 * 1000)) == 1024
-    assert step_rows(shard(max_num_batched_tokens=1024, num_speculative_tokens=5)) == 64 * 6
+def rows_of(**changes):
+    return step_rows(shard(**changes), planner(**changes).setup(MESH))
+
+
+def experts(rows, mesh=MESH, **changes):
+    setup = planner(**changes).setup(mesh)
+    return expert_bytes(setup, setup.config.text, rows)
+
+
+def weights(size):
+    return Held(jax.device_put(np.zeros(size, np.uint8)))
+
+
+def test_steps_are_those_of_the_buckets_with_all_proposals_and_the_tails_of_replay():
+    found = rows_of()
+    assert max(found) == (2048, 2048) and (2048, 128) in found and (2048, 0) in found and (64, 64) in found
+    assert {rows for rows, _ in rows_of(max_num_batched_tokens=8 * 1000)} >= {128, 256, 512, 1024}
+    drafting = rows_of(max_num_batched_tokens=2048, **DRAFTS)
+    assert max(drafting) == (64 * 6, 64 * 6)
+    assert all(rows == decoder for rows, decoder in rows_of(decoder_swa_bounded_replay=False))
 
 
 def test_every_row_of_the_largest_step_is_paid_for():
-    setup = planner().setup(MESH)
+    options = {"expert_exchange": "gather"}
+    setup = planner(**options).setup(dataclasses.replace(MESH, exchange="gather"))
     sizes = [scratch_bytes(shard(max_num_batched_tokens=8 * rows), setup, 8 * GIB) for rows in (1024, 2048)]
-    assert sizes[1] - sizes[0] == 1024 * row_bytes(setup)
+    text = setup.config.text
+    row = row_bytes(setup) + expert_bytes(setup, text, 2048) // 2048
+    assert sizes[1] - sizes[0] == 1024 * row
     assert scratch_bytes(shard(), setup, 200 * GIB) == 10 * GIB, "never less than a twentieth of the memory"
 
 
-def test_rows_of_all_data_shards_come_to_whole_experts_over_both_axes():
-    one, eight = (row_bytes(planner().setup(Parallel(data, 8, "data_model"))) for data in (1, 8))
-    assert eight > 4 * one
-    apart = row_bytes(planner().setup(Parallel(8, 8, "model")))
-    assert apart == one, "experts that lie over `model` serve the rows of their own shard"
+def test_a_gather_gives_a_chip_the_rows_of_all_data_shards():
+    pair = 3 * ACTIVATION * (WIDTH + INNER)
+    row = 6 * pair + WIDTH * (ACTIVATION + 4)
+    assert experts(64) == 8 * 64 * row
+    assert experts(64, Parallel(1, 8, "data_model")) == 64 * row
+    assert experts(64, Parallel(8, 8, "model")) == 64 * row, "experts over `model` serve the rows of their own shard"
 
 
-def test_a_plan_sizes_pools_as_an_engine_does(monkeypatch):
-    plans = planner()
-    params, chip = plans.weights(), plans.chip
-    plan = plans.plan(MESH, params)
-    monkeypatch.setattr(memory_budget, "device_memory_bytes", lambda: chip.memory_bytes)
-    monkeypatch.setattr(memory_budget, "CPU_POOL_BYTES", chip.memory_bytes)
-    monkeypatch.setattr(memory_budget, "_chip_bytes", lambda leaf: leaf)
-    assert plan_pools(shard(), plans.setup(MESH), [plan.weight_bytes]) == plan.budget
-    used = plan.weight_bytes + plan.pool_bytes + plan.budget.scratch_bytes
-    page = plan.budget.page_bytes
-    assert 0 <= int(0.9 * chip.memory_bytes) - used < page
+def test_a_ragged_exchange_gives_a_chip_no_more_rows_than_its_places():
+    pair = 3 * ACTIVATION * (WIDTH + INNER)
+    sent = 2048 * WIDTH * (ACTIVATION + 4)
+    assert experts(2048) == 8 * 240 * (6 * pair + WIDTH * (ACTIVATION + 8)) + sent
+    three = Parallel(32, 4, "data_model")
+    sent = 512 * WIDTH * (ACTIVATION + 4)
+    assert experts(512, three) == 32 * 48 * (3 * pair + WIDTH * (ACTIVATION + 8)) + sent, "a chip has three experts"
+    forced = dataclasses.replace(MESH, exchange="gather")
+    assert experts(2048, forced) > 6 * experts(2048)
+
+
+def test_a_smaller_step_that_gathers_may_need_more_than_a_larger_one_that_does_not():
+    setup = planner().setup(Parallel(32, 4, "data_model"))
+    gathers, ragged = (step_bytes(setup, rows, rows) for rows in (32, 64))
+    assert gathers > ragged
+    options = shard(mesh={"data": 32, "model": 4}, max_num_batched_tokens=32 * 64, max_num_seqs=32 * 32)
+    needed = scratch_bytes(options, setup, 0)
+    assert needed > step_bytes(setup, 32, 32) >= max(step_bytes(setup, *rows) for rows in ((1, 1), (16, 16)))
+
+
+def test_prefill_of_the_released_model_reserves_what_its_ragged_exchange_needs():
+    auto, gather = (
+        scratch_bytes(shard(), planner().setup(dataclasses.replace(MESH, exchange=exchange)), 32 * GIB) / GIB
+        for exchange in ("auto", "gather")
+    )
+    assert 1.7 < auto < 1.9
+    assert 5.6 < gather < 5.8
+
+
+def test_a_draft_whose_experts_need_more_than_the_model_s_is_paid_for():
+    setup = planner(**DRAFTS).setup(MESH)
+    assert step_bytes(setup, 384, 384) == 384 * row_bytes(setup) + experts(384), "the released draft needs less"
+    text = dataclasses.replace(setup.config.text, dspark_num_experts_per_tok=24)
+    large = dataclasses.replace(setup, config=dataclasses.replace(setup.config, text=text))
+    drafted = expert_bytes(large, draft_text(text), 64 * 5)
+    assert step_bytes(large, 384, 384) == 384 * row_bytes(setup) + drafted > step_bytes(setup, 384, 384)
+
+
+def test_an_engine_asks_its_device_and_takes_little_of_a_cpu(monkeypatch):
+    setup, held = planner().setup(MESH), weights(1 << 20)
+    options = shard(max_num_seqs=8)
+    monkeypatch.setattr(memory_budget, "device_memory_bytes", lambda: 32 * GIB)
+    assert plan_pools(options, setup, held).budget_bytes == memory_budget.CPU_POOL_BYTES
+    monkeypatch.setattr(memory_budget, "CPU_POOL_BYTES", 32 * GIB)
+    assert plan_pools(options, setup, held) == plan_pools(options, setup, held, device_bytes=32 * GIB)
+
+
+def test_nothing_is_left_over_but_less_than_a_page():
+    setup, held = planner().setup(MESH), weights(1 << 20)
+    budget = plan_pools(shard(), setup, held, device_bytes=32 * GIB)
+    assert budget.weight_bytes == 1 << 20 and budget.num_images == 0
+    used = budget.weight_bytes + budget.scratch_bytes + budget.num_pages * budget.page_bytes
+    used += budget.num_slots * budget.state_bytes
+    assert 0 <= int(0.9 * 32 * GIB) - used < budget.page_bytes
+
+
+def test_pages_and_checkpoint_images_share_the_memory():
+    options = shard(encoder_swa_bounded_replay=False)
+    setup = planner().setup(MESH)
+    budget = plan_pools(options, setup, weights(1 << 20), device_bytes=32 * GIB)
+    units = setup.geometry.units_per_image
+    assert budget.num_images == budget.num_pages // units > 0
+    left = int(0.9 * 32 * GIB) - budget.weight_bytes - budget.scratch_bytes - budget.num_slots * budget.state_bytes
+    used = budget.num_pages * budget.page_bytes + budget.num_images * budget.image_bytes
+    assert 0 <= left - used < budget.page_bytes + budget.image_bytes
+    assert plan_pools(options, setup, weights(1), device_bytes=32 * GIB).num_images > 0
+    given = dataclasses.replace(options, num_pages=40)
+    assert plan_pools(given, setup, weights(1), device_bytes=32 * GIB).num_pages == 40
+
+
+@pytest.mark.parametrize("budget", [1, 7, 13, 14, 15, 16, 40, 1001])
+def test_pages_beside_images_are_as_many_as_fit(budget):
+    geometry = planner().setup(MESH).geometry
+    page, image, units = geometry.page_unit_bytes, geometry.image_bytes, geometry.units_per_image
+    size = budget * page + 5
+    pages = pages_beside_images(geometry, size)
+
+    def used(pages):
+        return pages * page + pages // units * image
+
+    assert used(pages) <= size < used(pages + 1)
 
 
 def test_memory_without_room_for_a_page_is_refused():
-    plans = planner(max_num_batched_tokens=1 << 17)
     with pytest.raises(GeometryError):
-        size_pools(shard(max_num_batched_tokens=1 << 17), plans.setup(MESH), 32 * GIB, 7 * GIB)
+        plan_pools(shard(max_num_batched_tokens=1 << 20), planner().setup(MESH), weights(1), device_bytes=8 * GIB)

@@ -18,9 +18,9 @@ from scheduler.runtime_config import EngineConfig
 from tests.mesh.model import mesh_config
 from v41jax.draft_parameters import draft_leaves
 from v41jax.draft_runner import DraftingWeights
+from v41jax.held_weights import abstract_held
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.parameters import abstract_parameters
-from v41jax.plan_compile import abstract_weights
 from v41jax.presets import preset
 from v41jax.sharding import (
     WEIGHT_AXES,
@@ -37,7 +37,7 @@ from v41jax.sharding import (
 
 @pytest.fixture(scope="module")
 def released():
-    return abstract_weights(preset("v4.1-flash"), 1024)
+    return abstract_held(EngineConfig(), preset("v4.1-flash"), Parallel(), 1024, sees=False).target
 
 
 def named(specs):

@@ -1,8 +1,9 @@
-"""What one chip of each TPU generation offers: the only place such figures are written.
+"""What one chip of each accelerator offers: the only place such figures are written.
 
-Source: the Cloud TPU documentation (cloud.google.com/tpu/docs), pages "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x
-(Ironwood)", tables of key chip specifications. Figures are per JAX device: a tpu7x chip is two devices, each with half
-of the chip's memory, bandwidth and matrix units.
+Source of the TPUs: the Cloud TPU documentation (cloud.google.com/tpu/docs), pages "TPU v5e", "TPU v5p", "TPU v6e" and
+"TPU7x (Ironwood)", tables of key chip specifications. Figures are per JAX device: a tpu7x chip is two devices, each
+with half of the chip's memory, bandwidth and matrix units. Source of the MI355X: the kernel specification, "Common
+rules, hardware, decision table" (matrix rate, bandwidth), and AMD's public data sheet (memory, links).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class Chip:
       link_rate: bytes per second one device can send over all its interchip links together, in one direction: half of
         the documented bidirectional figure.
       devices_per_chip: JAX devices of one chip.
+      compiled: libtpu compiles for it without one; otherwise plans are counted from shapes alone.
+      most: devices of one host, where topologies are of one host.
     """
 
     memory_bytes: int
@@ -28,6 +31,8 @@ class Chip:
     matrix_rate: float
     link_rate: float
     devices_per_chip: int = 1
+    compiled: bool = True
+    most: int = 0
 
 
 CHIPS: dict[str, Chip] = {
@@ -39,6 +44,9 @@ CHIPS: dict[str, Chip] = {
     "v6e": Chip(32 * 2**30, 1638e9, 918e12, 400e9),
     # 192 GB, 7,380 GB/s, 2,307 TFLOP/s, 1,200 GB/s bidirectional, over two devices.
     "tpu7x": Chip(96 * 2**30, 3690e9, 1153.5e12, 300e9, devices_per_chip=2),
+    # 288 GB and seven links of 153.6 GB/s bidirectional to the other GPUs of a host, the vendor's public figures; about
+    # 2,500 TFLOP/s and 8 TB/s.
+    "mi355x": Chip(288 * 2**30, 8e12, 2500e12, 7 * 76.8e9, compiled=False, most=8),
 }
 
 

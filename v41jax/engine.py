@@ -43,20 +43,20 @@ from v41jax.engine_requests import Delta, Generation, LiveRequest, Prompt
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
+from v41jax.held_weights import accepts_images, precision_of
 from v41jax.host_joining import describe
 from v41jax.host_options import hosts_of, shared_of
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
 from v41jax.leading_runners import LeadingDraftRunner, LeadingRunner
-from v41jax.memory_budget import PoolBudget, plan_pools
+from v41jax.memory_budget import Held, PoolBudget, plan_pools
 from v41jax.mesh_draft_runner import MeshDraftRunner, load_draft_on_mesh
 from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
 from v41jax.multihost import Followers, lead
 from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
-from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
 from v41jax.serving_options import begin_serving
@@ -142,17 +142,15 @@ class Engine:
                 f"process {config.process_id} of {config.num_processes} has no engine: it follows process 0"
             )
         geometry = config.geometry(view)
-        precision = Precision(
-            activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization
-        )
+        precision = precision_of(config)
         # Before any weight is read: a process that is lost while others load must be missed.
         followers = None if hosts is None else lead(hosts, shared_of(config, directory, weights))
         resources: list[Any] = [] if followers is None else [followers]
         try:
             if weights is None:
                 weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
-            sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
-            sees = sees and hosts is None
+            has_tower = config.vision == "auto" and "vision" in available_scopes(directory)
+            sees = accepts_images(config, has_tower=has_tower, several_processes=hosts is not None)
             drafts = serving.drafts
             scopes = ("text", *(("draft",) if drafts else ()), *(("vision",) if sees else ()))
             checkpoint = Checkpoint.open(directory, scopes=scopes)
@@ -187,7 +185,7 @@ class Engine:
                     draft = load_draft_parameters(checkpoint, **stored)
                 else:
                     draft = load_draft_on_mesh(checkpoint, mesh, parallel, **stored)
-            budget = plan_pools(config.of_shard(), setup, (params, tower, draft, tables_held))
+            budget = plan_pools(config.of_shard(), setup, Held(params, draft, tower, tables_held))
             pages, slots, shards = budget.num_pages, budget.num_slots, parallel.data
             scheduler = make_scheduler(config, view, geometry, pages, slots, deferred=not drafts)
             place: dict[str, Any] = {} if mesh is None else {"mesh": mesh}

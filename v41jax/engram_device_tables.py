@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from v41jax.config import ModelConfig
 from v41jax.layers.collectives import DATA, MODEL
 from v41jax.parameters import Index, TensorSource
 
@@ -81,9 +82,25 @@ class EngramDeviceTables:
         )
 
 
+def table_shapes(config: ModelConfig, chips: int) -> list[tuple[Any, Any]]:
+    """Abstract `EngramDeviceTables.arrays` of a mesh of so many chips."""
+    text = config.text
+
+    def table(rows: int, columns: int) -> Any:
+        return jax.ShapeDtypeStruct((_part(rows, chips) * chips, columns), np.uint8)
+
+    width = text.engram_head_dim
+    return [(table(rows, width), table(rows, width // 32)) for rows in text.engram_num_embeddings]
+
+
+def _part(rows: int, chips: int) -> int:
+    """Rows of one chip."""
+    return -(-rows // chips)
+
+
 def _place(table: np.ndarray, mesh: Mesh) -> jax.Array:
     codes = table.view(np.uint8)
-    part = -(-len(codes) // mesh.size)
+    part = _part(len(codes), mesh.size)
 
     def rows(index: Index) -> np.ndarray:
         start, stop, _ = index[0].indices(part * mesh.size)

@@ -1,17 +1,26 @@
-"""How many pages, slots and checkpoint images fit the memory that the weights leave."""
+"""How many pages, slots and checkpoint images fit the memory that the weights leave.
+
+An engine asks with the arrays it has loaded, a plan with abstract ones: `plan_pools` is the only function that sizes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from scheduler.buckets import prefill_token_ladder
+from scheduler.buckets import Buckets
+from scheduler.model_view import ModelView
+from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
+from v41jax.config import TextConfig
+from v41jax.draft_parameters import draft_text
 from v41jax.layers.collectives import exchanges_rows
+from v41jax.layers.exchange_rule import exchange_of
 from v41jax.layers.indexer import SCORE_TILE_BYTES
 from v41jax.model import ModelSetup
 
@@ -28,6 +37,32 @@ LOGIT_COPIES = 6
 """Copies of the logits that sampling holds: the model's, edited, scaled, sorted with their ids, and noise."""
 
 
+class Held(NamedTuple):
+    """Everything that lies on the devices of an engine before its pools: pytrees of arrays, or of abstract ones with
+    shardings. None is left out.
+
+    Attributes:
+      target: weights of the model.
+      draft: weights of its draft.
+      tower: weights of the vision tower.
+      tables: Engram tables in device memory.
+    """
+
+    target: Any
+    draft: Any = None
+    tower: Any = None
+    tables: Any = None
+
+    def chip_bytes(self) -> dict[str, int]:
+        """Bytes of each on one device; what is left out is 0."""
+        return {name: sum(map(_chip_bytes, jax.tree.leaves(part))) for name, part in self._asdict().items()}
+
+
+def _chip_bytes(array: Any) -> int:
+    """Bytes of an array on each of its devices."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
 @dataclasses.dataclass(frozen=True)
 class PoolBudget:
     """The outcome of sizing.
@@ -39,9 +74,10 @@ class PoolBudget:
       budget_bytes: what was left for pools; 0 when `num_pages` was given.
       num_pages: PAGE units.
       num_slots: state slots.
-      num_images: checkpoint images that can exist at once; they are charged to the pages.
+      num_images: checkpoint images that can exist at once; each also takes pages of the scheduler.
       page_bytes: one PAGE unit.
       state_bytes: one slot.
+      image_bytes: one checkpoint image.
     """
 
     device_bytes: int
@@ -53,6 +89,7 @@ class PoolBudget:
     num_images: int
     page_bytes: int
     state_bytes: int
+    image_bytes: int
 
 
 def device_memory_bytes() -> int:
@@ -63,55 +100,67 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def plan_pools(config: EngineConfig, setup: ModelSetup, params: Any) -> PoolBudget:
+def plan_pools(config: EngineConfig, setup: ModelSetup, held: Held, *, device_bytes: int | None = None) -> PoolBudget:
     """Sizes the pools (runtime specification, "Who allocates").
 
     State slots come first, one a request; the rest buys pages. More pages than every slot's longest request needs are
-    still useful, they keep prefixes.
+    still useful, they keep prefixes. Where checkpoint images are kept, pages and images share the rest.
 
     Args:
       config: options of one data shard.
       setup: what steps are specialized on.
-      params: loaded weights.
+      held: what lies on the devices already.
+      device_bytes: memory of a device that is not there; None asks the runtime, and takes little of a CPU's.
 
     Raises:
       GeometryError: not one page fits; it names the bytes.
     """
-    weights = sum(_chip_bytes(leaf) for leaf in jax.tree.leaves(params))
-    most = CPU_POOL_BYTES if jax.default_backend() == "cpu" else None
-    return size_pools(config, setup, device_memory_bytes(), weights, most=most)
+    geometry, slots = setup.geometry, config.max_num_seqs
+    most = CPU_POOL_BYTES if device_bytes is None and jax.default_backend() == "cpu" else None
+    device_bytes = device_memory_bytes() if device_bytes is None else device_bytes
+    weights, scratch, budget = sum(held.chip_bytes().values()), scratch_bytes(config, setup, device_bytes), 0
+    keeps_images = config.enable_prefix_caching and not config.encoder_swa_bounded_replay
+    keeps_images = keeps_images and config.checkpoint_interval() != 0
+    if config.num_pages is not None:
+        pages = config.num_pages
+    else:
+        budget = int(device_bytes * config.memory_utilization) - scratch - weights
+        budget = budget if most is None else min(budget, most)
+        pages = geometry.pages_for_budget(budget, slots)
+        if keeps_images:
+            pages = pages_beside_images(geometry, budget - slots * geometry.state_bytes)
+    images = pages // geometry.units_per_image if keeps_images else 0
+    return PoolBudget(
+        device_bytes=device_bytes,
+        weight_bytes=weights,
+        scratch_bytes=scratch,
+        budget_bytes=budget,
+        num_pages=pages,
+        num_slots=slots,
+        num_images=images,
+        page_bytes=geometry.page_unit_bytes,
+        state_bytes=geometry.state_bytes,
+        image_bytes=geometry.image_bytes,
+    )
 
 
-def _chip_bytes(array: Any) -> int:
-    """Bytes of an array on each of its devices."""
-    shards = getattr(array, "addressable_shards", None)
-    return int(shards[0].data.nbytes if shards else array.nbytes)
+def pages_beside_images(geometry: V41PoolGeometry, budget_bytes: int) -> int:
+    """PAGE units that leave room for an image to each `units_per_image` of them, which may all hold images at once.
 
-
-def step_rows(config: EngineConfig) -> int:
-    """Rows of the largest step of a data shard: a prefill, or a decode step with all proposals."""
-    verified = config.max_num_seqs * (1 + config.num_speculative_tokens)
-    return max(prefill_token_ladder(config.max_num_batched_tokens)[-1], verified)
-
-
-def row_bytes(setup: ModelSetup) -> int:
-    """Temporaries of a step for each of its rows, on one chip; docs/pods.md, "Memory", derives them.
-
-    Where experts lie over both axes a chip is given the rows of all data shards; each of their experts takes a place
-    in its blocks.
+    Args:
+      geometry: of the pools.
+      budget_bytes: for pages and images; at least one page.
     """
-    text, parallel = setup.config.text, setup.parallel
-    width, activation = text.hidden_size, jnp.dtype(setup.precision.activation_dtype).itemsize
-    streams = text.hc_mult * width * (2 * activation + 4)
-    heads = text.num_attention_heads // parallel.model * text.head_dim * (3 * activation + 4)
-    served = parallel.data if exchanges_rows(parallel) else 1
-    inner = text.moe_intermediate_size // (parallel.model if parallel.experts == "intermediate" else 1)
-    pairs = text.num_experts_per_tok * 3 * (width + inner) * activation
-    return streams + heads + served * (pairs + width * (activation + 4))
+    together = geometry.units_per_image * geometry.page_unit_bytes + geometry.image_bytes
+    whole, rest = divmod(budget_bytes, together)
+    alone = min(rest // geometry.page_unit_bytes, geometry.units_per_image - 1)
+    return max(1, whole * geometry.units_per_image + alone)
 
 
 def scratch_bytes(config: EngineConfig, setup: ModelSetup, device_bytes: int) -> int:
     """Device memory to leave for temporaries: what the largest step needs by its shapes, and a least share.
+
+    docs/pods.md, "Memory", derives the terms.
 
     Args:
       config: options of one data shard.
@@ -121,43 +170,65 @@ def scratch_bytes(config: EngineConfig, setup: ModelSetup, device_bytes: int) ->
     text = setup.config.text
     outputs = config.max_num_seqs * (1 + config.num_speculative_tokens)
     logits = LOGIT_COPIES * outputs * 4 * text.vocab_size // setup.parallel.model
-    shapes = step_rows(config) * row_bytes(setup) + SCORE_TILES * SCORE_TILE_BYTES + logits
-    return max(int(device_bytes * LEAST_SCRATCH), shapes)
+    shapes = max(step_bytes(setup, *rows) for rows in step_rows(config, setup)) + SCORE_TILES * SCORE_TILE_BYTES
+    return max(int(device_bytes * LEAST_SCRATCH), shapes + logits)
 
 
-def size_pools(
-    config: EngineConfig, setup: ModelSetup, device_bytes: int, weight_bytes: int, *, most: int | None = None
-) -> PoolBudget:
-    """`plan_pools` for a chip of which only these numbers are known.
+def step_rows(config: EngineConfig, setup: ModelSetup) -> set[tuple[int, int]]:
+    """Rows of the encoder and of the decoder of every step that a data shard can have."""
+    geometry, view = setup.geometry, ModelView.from_config(setup.config)
+    buckets = Buckets.default(config, geometry, 1, geometry.block_size)  # rows do not depend on pages
+    shapes = buckets.shapes(config.decoder_replay(view))
+    return {(shape.rows, shape.decoder_rows(geometry.window_size)) for shape in shapes}
+
+
+def step_bytes(setup: ModelSetup, rows: int, decoder: int) -> int:
+    """Temporaries that a step has for its rows, on one chip.
 
     Args:
-      config: options of one data shard.
       setup: what steps are specialized on.
-      device_bytes: memory of the chip.
-      weight_bytes: of the weights on it.
-      most: bytes that pools may take at most; None is no limit.
-
-    Raises:
-      GeometryError: not one page fits; it names the bytes.
+      rows: of one data shard.
+      decoder: of them, those that run the decoder.
     """
-    geometry, slots = setup.geometry, config.max_num_seqs
-    scratch, budget = scratch_bytes(config, setup, device_bytes), 0
-    if config.num_pages is not None:
-        pages = config.num_pages
-    else:
-        budget = int(device_bytes * config.memory_utilization) - scratch - weight_bytes
-        budget = budget if most is None else min(budget, most)
-        pages = geometry.pages_for_budget(budget, slots)
-    keeps_images = config.enable_prefix_caching and not config.encoder_swa_bounded_replay
-    images = pages // geometry.units_per_image if keeps_images and config.checkpoint_interval() != 0 else 0
-    return PoolBudget(
-        device_bytes=device_bytes,
-        weight_bytes=weight_bytes,
-        scratch_bytes=scratch,
-        budget_bytes=budget,
-        num_pages=pages,
-        num_slots=slots,
-        num_images=images,
-        page_bytes=geometry.page_unit_bytes,
-        state_bytes=geometry.state_bytes,
-    )
+    text = setup.config.text
+    experts = max(expert_bytes(setup, text, count) for count in {rows, decoder})
+    if setup.geometry.speculative_tokens:
+        block = draft_text(text)
+        requests = -(-rows // (1 + setup.geometry.speculative_tokens))
+        experts = max(experts, expert_bytes(setup, block, requests * text.dspark_block_size))
+    return rows * row_bytes(setup) + experts
+
+
+def row_bytes(setup: ModelSetup) -> int:
+    """Temporaries of a step for each of its rows, without those of routed experts: streams and heads."""
+    text, parallel = setup.config.text, setup.parallel
+    activation = jnp.dtype(setup.precision.activation_dtype).itemsize
+    streams = text.hc_mult * text.hidden_size * (2 * activation + 4)
+    return streams + text.num_attention_heads // parallel.model * text.head_dim * (3 * activation + 4)
+
+
+def expert_bytes(setup: ModelSetup, text: TextConfig, rows: int) -> int:
+    """Temporaries of routed experts that serve `rows` rows of each data shard, on one chip.
+
+    Where experts lie over both axes a chip is given rows of all data shards: all of them by a gather, by a ragged
+    exchange no more than its places, each with no more experts than the chip has. Every expert of a row takes a place
+    in the blocks of the experts.
+    """
+    parallel, width = setup.parallel, text.hidden_size
+    activation = jnp.dtype(setup.precision.activation_dtype).itemsize
+    inner = text.moe_intermediate_size // (parallel.model if parallel.experts == "intermediate" else 1)
+    pair = 3 * activation * (width + inner)
+    given, chosen, kept = rows, text.num_experts_per_tok, width * (activation + 4)
+    own = 0
+    if exchanges_rows(parallel):
+        quantized = setup.precision.activation_quantization
+        exchange = exchange_of(text, parallel, rows, activation_bytes=activation, quantized=quantized)
+        given = parallel.data * rows
+        if exchange.ragged:
+            given, chosen = (
+                parallel.data * exchange.places,
+                min(chosen, text.n_routed_experts // parallel.expert_shards),
+            )
+            kept += width * 4  # sums that came back
+            own = rows * width * (activation + 4)  # what is sent, and the sums so far
+    return given * (chosen * pair + kept) + own

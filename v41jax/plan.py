@@ -1,29 +1,40 @@
-"""How a model fits a TPU pod: weights, pools, temporaries, pages and the bound of a step, for one mesh or for all.
+"""How a model fits a pod: weights, pools, temporaries, pages and the bound of a step, for one mesh or for all.
 
-The pools are sized by the same code that a serving engine uses, the steps compiled are the ones it runs. A data shard
-takes its share of `max_num_seqs` and of `max_num_batched_tokens`.
+Pools are sized by the function that a serving engine calls, the steps compiled are the ones it runs, and meshes that it
+would refuse are refused here by the same checks. A data shard takes its share of `max_num_seqs` and of
+`max_num_batched_tokens`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+import functools
+import math
+from typing import Any
 
-from scheduler.buckets import StepShape
+import jax
+
+from scheduler.buckets import Buckets, StepShape
 from scheduler.model_view import ModelView
 from scheduler.pool_geometry import GeometryError
-from scheduler.runtime_config import EngineConfig
+from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.scheduled_batch import Phase
 from v41jax.chips import Chip, chip_of
 from v41jax.config import ModelConfig
-from v41jax.layers.collectives import ExpertArrangement, ExpertExchange, Parallel, exchanges_rows
-from v41jax.memory_budget import PoolBudget, size_pools
+from v41jax.dspark import check_draft
+from v41jax.held_weights import abstract_held, accepts_images, precision_of
+from v41jax.layers.collectives import Parallel, exchanges_rows
+from v41jax.layers.exchange_rule import exchange_of
+from v41jax.memory_budget import Held, PoolBudget, plan_pools
 from v41jax.model import ModelSetup
-from v41jax.parameters import Parameters
-from v41jax.plan_compile import QUICK, CompiledPlan, abstract_pools, abstract_weights, compile_step, share
-from v41jax.plan_work import Bound, Rows, bound_of, exchange_of, expected_collectives, least_work, sent_bytes
-from v41jax.precision import Precision
-from v41jax.sharding import chip_bytes, mesh_faults, pool_specs, weight_specs
+from v41jax.plan_compile import QUICK, CompiledPlan, Topology, abstract_pools, compile_step
+from v41jax.plan_work import Bound, Rows, bound_of, expected_collectives, least_work
+from v41jax.serving_options import serving_faults
+from v41jax.sharding import arrangement, chip_bytes, pool_specs
+from v41jax.state_copies import allocate_images
+
+COORDINATOR = "localhost:8476"
+"""Stands for the coordinator of a service over several hosts, where none is named: its options are checked, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,43 +43,50 @@ class MeshPlan:
 
     Attributes:
       parallel: the mesh.
-      weight_bytes: of the weights.
+      processes: that serve it, one a host.
+      held_bytes: of target, draft, vision tower and Engram tables.
       pool_bytes: of pages and slots.
-      memory_bytes: of the chip.
+      image_bytes: of checkpoint images.
       budget: how the pools of one data shard were sized.
       pages, requests: of the whole mesh.
-      decode: the bound of a decode step with every request running.
-      tokens_per_second: of all shards at that bound.
+      rows: of a data shard's decode step with every request running.
+      decode: the bound of that step; with drafts of its verification, without the draft's own call.
+      tokens_per_second: of all shards at that bound, one token a request: what drafts add depends on the text.
     """
 
     parallel: Parallel
-    weight_bytes: int
+    processes: int
+    held_bytes: dict[str, int]
     pool_bytes: int
-    memory_bytes: int
+    image_bytes: int
     budget: PoolBudget
     pages: int
     requests: int
+    rows: int
     decode: Bound
     tokens_per_second: float
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One compiled step on one mesh.
+    """One step on one mesh.
 
     Attributes:
       name: what it is.
       shape: of one shard.
-      compiled: what the compiler says.
-      bound: least time, with the collectives of the compiled program.
-      fits: arguments, temporaries and results together fit the chip.
+      compiled: what the compiler says; None for a device that nothing here compiles for.
+      sent_bytes: of the compiled program, or what the layers ask for where none was compiled.
+      bound: least time, with those bytes.
+      fits: arguments, temporaries and results together fit the chip; of a step that was not compiled weights, pools and
+        what is left for temporaries.
       exchanges: how its layers bring rows to experts of other data shards, one line for each number of rows; one round
         of a ragged exchange is counted.
     """
 
     name: str
     shape: StepShape
-    compiled: CompiledPlan
+    compiled: CompiledPlan | None
+    sent_bytes: float
     bound: Bound
     fits: bool
     exchanges: tuple[str, ...]
@@ -80,9 +98,9 @@ class Planner:
 
     Attributes:
       config: of the model.
-      engine: options; `mesh` is what the plans vary.
+      engine: options; a search varies `mesh` and `enable_expert_parallel`.
       topology: its name.
-      devices: JAX devices it has.
+      size: its devices and hosts.
       context: tokens that a running request is assumed to hold.
       thorough: compile as for serving, not quickly.
     """
@@ -90,7 +108,7 @@ class Planner:
     config: ModelConfig
     engine: EngineConfig
     topology: str
-    devices: int
+    size: Topology
     context: int
     thorough: bool = False
 
@@ -99,110 +117,208 @@ class Planner:
         """Figures of one device."""
         return chip_of(self.topology)
 
-    @property
+    @functools.cached_property
     def view(self) -> ModelView:
         """What the host side knows of the model."""
         return ModelView.from_config(self.config)
 
-    def weights(self) -> Parameters:
-        """Abstract weights."""
-        return abstract_weights(self.config, self.engine.model_len(self.view))
+    def options(self, parallel: Parallel) -> EngineConfig:
+        """The options with which an engine serves on a mesh: as many processes as it has hosts."""
+        hosts = -(-parallel.chips * self.size.hosts // self.size.devices)
+        several = hosts > 1 and self.engine.coordinator is None
+        return dataclasses.replace(
+            self.engine,
+            mesh={**self.engine.mesh, "data": parallel.data, "model": parallel.model},
+            enable_expert_parallel=parallel.experts != "intermediate",
+            coordinator=COORDINATOR if several else self.engine.coordinator,
+            num_processes=max(hosts, self.engine.num_processes),
+        )
+
+    def sees(self, parallel: Parallel) -> bool:
+        """Whether an engine on a mesh holds the vision tower; the checkpoint is taken to have it."""
+        options = self.options(parallel)
+        return accepts_images(options, has_tower=True, several_processes=options.num_processes > 1)
+
+    def held(self, parallel: Parallel) -> Held:
+        """Abstract weights, with the shardings of a mesh."""
+        length = self.engine.model_len(self.view)
+        return abstract_held(self.engine, self.config, parallel, length, sees=self.sees(parallel))
 
     def setup(self, parallel: Parallel) -> ModelSetup:
         """What a forward on a mesh is specialized on."""
-        return ModelSetup(
-            self.config, self.engine.geometry(self.view), Precision(), kernels=self.engine.kernels, parallel=parallel
-        )
+        geometry, precision = self.engine.geometry(self.view), precision_of(self.engine)
+        return ModelSetup(self.config, geometry, precision, self.engine.kernels, parallel)
+
+    def faults(self, parallel: Parallel) -> list[str]:
+        """Every reason why `serve` refuses a mesh of the topology with these options, from its own checks."""
+        options, faults = self.options(parallel), []
+        if parallel.chips > self.size.devices:
+            faults.append(
+                f"a mesh of {parallel.chips} chips is larger than {self.topology}, which has {self.size.devices} "
+                "devices"
+            )
+        faults += serving_faults(options, self.config, self.view)
+        drafts = options.num_speculative_tokens > 0
+        if drafts and not faults:
+            try:
+                check_draft(self.setup(parallel))
+            except ValueError as error:
+                faults.append(str(error))
+        return list(dict.fromkeys(faults))
+
+    def asked(self) -> Parallel:
+        """The mesh of the options."""
+        return arrangement(self.engine.mesh, self.engine.enable_expert_parallel, self.engine.expert_exchange)
 
     def meshes(self) -> list[Parallel]:
-        """Every mesh of all devices that the model can be cut over, with whole experts and with cut ones."""
-        arrangements: tuple[ExpertArrangement, ...] = ("intermediate", "model", "data_model")
+        """Every mesh of all devices that options can name, with cut experts and with whole ones; not all are served."""
+        devices = self.size.devices
         found = []
-        for model in range(1, self.devices + 1):
-            if self.devices % model:
-                continue
-            data = self.devices // model
-            for experts in arrangements:
-                redundant = (experts == "model" and model == 1) or (experts == "data_model" and data == 1)
-                parallel = Parallel(data, model, experts, cast(ExpertExchange, self.engine.expert_exchange))
-                if not redundant and not mesh_faults(self.config, parallel):
-                    found.append(parallel)
+        for model in (size for size in range(1, devices + 1) if devices % size == 0):
+            for whole in (False, True):
+                mesh = {"data": devices // model, "model": model}
+                found.append(arrangement(mesh, whole, self.engine.expert_exchange))
         return found
 
-    def plan(self, parallel: Parallel, params: Parameters) -> MeshPlan:
+    def plan(self, parallel: Parallel) -> MeshPlan:
         """Sizes and bounds a mesh without compiling.
 
         Raises:
           GeometryError: weights and slots leave no room for a page.
         """
-        setup, chip = self.setup(parallel), self.chip
-        weights = chip_bytes(params, weight_specs(params, parallel), parallel)
-        shard = dataclasses.replace(self.engine, mesh={"data": parallel.data, "model": parallel.model}).of_shard()
-        budget, slots = size_pools(shard, setup, chip.memory_bytes, weights), shard.max_num_seqs
+        setup, chip, held = self.setup(parallel), self.chip, self.held(parallel)
+        options = self.options(parallel)
+        shard = options.of_shard()
+        budget = plan_pools(shard, setup, held, device_bytes=chip.memory_bytes)
         pools = abstract_pools(setup, budget.num_pages, budget.num_slots)
-        rows = Rows(slots, slots, slots, self.context)
-        sent = expected_collectives(self.config, parallel, rows)
-        bound = bound_of(least_work(self.config, setup.geometry, params, parallel, rows, sent), chip)
+        slots = shard.max_num_seqs
+        count = slots * (1 + shard.num_speculative_tokens)
+        rows = Rows(count, count, count, self.context)
+        bound = bound_of(self.work(held, setup, rows), chip)
         return MeshPlan(
             parallel=parallel,
-            weight_bytes=weights,
+            processes=options.num_processes,
+            held_bytes=held.chip_bytes(),
             pool_bytes=chip_bytes(pools, pool_specs(pools, parallel), parallel),
-            memory_bytes=chip.memory_bytes,
+            image_bytes=_bytes(jax.eval_shape(lambda: allocate_images(setup.geometry, pools, budget.num_images))),
             budget=budget,
             pages=budget.num_pages * parallel.data,
             requests=slots * parallel.data,
+            rows=count,
             decode=bound,
             tokens_per_second=slots * parallel.data / bound.seconds,
         )
 
-    def search(self, params: Parameters) -> tuple[list[MeshPlan], list[tuple[Parallel, str]]]:
-        """Plans of every mesh, most tokens per second first, and the meshes that do not fit with the reason."""
+    def work(self, held: Held, setup: ModelSetup, rows: Rows, compiled: CompiledPlan | None = None) -> Any:
+        """The least work of a step, with the collectives of a compiled program or those that its layers ask for."""
+        precision = setup.precision
+        sent = (
+            compiled.collectives
+            if compiled is not None
+            else expected_collectives(
+                setup.config,
+                setup.parallel,
+                rows,
+                activation_bytes=precision.activation_dtype.itemsize,
+                quantized=precision.activation_quantization,
+            )
+        )
+        return least_work(setup.config, setup.geometry, held.target, setup.parallel, rows, sent)
+
+    def search(self) -> tuple[list[MeshPlan], list[tuple[Parallel, str]]]:
+        """Plans of every mesh that can be served, most tokens per second first, and the others with all reasons.
+
+        Raises:
+          RuntimeConfigError: options that no mesh is served with; every such reason.
+        """
         plans, refused = [], []
-        for parallel in self.meshes():
+        faults = {parallel: self.faults(parallel) for parallel in self.meshes()}
+        always = [fault for fault in next(iter(faults.values())) if all(fault in found for found in faults.values())]
+        if always:
+            raise RuntimeConfigError(always)
+        for parallel, found in faults.items():
+            if found:
+                refused.append((parallel, "; ".join(found)))
+                continue
             try:
-                plans.append(self.plan(parallel, params))
+                plans.append(self.plan(parallel))
             except GeometryError as error:
                 refused.append((parallel, str(error)))
         return sorted(plans, key=lambda plan: -plan.tokens_per_second), refused
 
-    def shapes(self, parallel: Parallel) -> list[tuple[str, StepShape]]:
-        """The steps that are compiled: full decode, and full prefill with and without decoder replay."""
+    def shapes(self, plan: MeshPlan) -> list[tuple[str, StepShape]]:
+        """The steps that are compiled, the largest of the engine's buckets: decode with every request, and prefill in
+        which one request finishes, with and without decoder replay."""
+        options = self.options(plan.parallel).of_shard()
         geometry = self.engine.geometry(self.view)
-        columns = geometry.pages_for(self.engine.model_len(self.view))
-        requests = share(self.engine.max_num_seqs, parallel.data)
-        rows = max(128, share(self.engine.max_num_batched_tokens, parallel.data))
-        most = min(requests, rows)
-        shapes = [("decode", StepShape(Phase.DECODE, requests, requests, columns, requests, 1, False))]
-        if self.engine.decoder_replay(self.view):
-            shapes.append(("prefill, replay", StepShape(Phase.PREFILL, rows, most, columns, 1, rows, True)))
-        shapes.append(("prefill", StepShape(Phase.PREFILL, rows, most, columns, 1, rows, False)))
+        buckets = Buckets.default(options, geometry, plan.budget.num_pages, options.model_len(self.view))
+        replay = options.decoder_replay(self.view)
+        shapes = [("decode", _largest(buckets.shapes(False), Phase.DECODE))]
+        if replay:
+            shapes.append(("prefill, replay", _largest(buckets.shapes(True), Phase.PREFILL)))
+        shapes.append(("prefill", _largest(buckets.shapes(False), Phase.PREFILL)))
         return shapes
 
-    def compile(self, plan: MeshPlan, params: Parameters, name: str, shape: StepShape) -> StepPlan:
-        """Compiles one step of a planned mesh."""
-        setup = self.setup(plan.parallel)
-        pages, slots = plan.budget.num_pages, plan.budget.num_slots
-        options = {} if self.thorough else QUICK
-        compiled = compile_step(self.topology, setup, params, shape, pages=pages, slots=slots, options=options)
-        decoder = shape.decoder_rows(setup.geometry.window_size)
-        rows = Rows(shape.rows, decoder, shape.outputs, self.context)
-        work = least_work(self.config, setup.geometry, params, plan.parallel, rows, compiled.collectives)
-        total = compiled.argument_bytes + compiled.temporary_bytes + compiled.output_bytes
+    def step(self, plan: MeshPlan, name: str, shape: StepShape) -> StepPlan:
+        """Plans one step of a planned mesh: compiles it where libtpu knows the device."""
+        parallel = plan.parallel
+        setup, held = self.setup(parallel), self.held(parallel)
+        compiled = None
+        if self.chip.compiled:
+            compiled = compile_step(
+                self.topology,
+                setup,
+                held,
+                shape,
+                pages=plan.budget.num_pages,
+                slots=plan.budget.num_slots,
+                scores_prompts=self.engine.prompt_logprobs,
+                options={} if self.thorough else QUICK,
+            )
+        rows = Rows(shape.rows, shape.decoder_rows(setup.geometry.window_size), shape.outputs, self.context)
+        work = self.work(held, setup, rows, compiled)
+        total = plan.budget.weight_bytes + plan.pool_bytes + plan.image_bytes + plan.budget.scratch_bytes
+        if compiled is not None:
+            # What a step does not read lies there all the same.
+            idle = plan.image_bytes + plan.held_bytes["tower"] + plan.held_bytes["tables"]
+            total = compiled.argument_bytes + compiled.temporary_bytes + compiled.output_bytes + idle
         return StepPlan(
             name,
             shape,
             compiled,
+            work.link_bytes,
             bound_of(work, self.chip),
-            total <= plan.memory_bytes,
-            self.exchanges(plan.parallel, rows),
+            total <= plan.budget.device_bytes,
+            self.exchanges(setup, rows),
         )
 
-    def exchanges(self, parallel: Parallel, rows: Rows) -> tuple[str, ...]:
+    def exchanges(self, setup: ModelSetup, rows: Rows) -> tuple[str, ...]:
         """See `StepPlan.exchanges`."""
-        if not exchanges_rows(parallel):
+        if not exchanges_rows(setup.parallel):
             return ()
-        counts = dict.fromkeys((rows.encoder, rows.decoder))
-        return tuple(exchange_of(self.config, parallel, count).describe(parallel) for count in counts)
+        precision = setup.precision
+        return tuple(
+            exchange_of(
+                self.config.text,
+                setup.parallel,
+                count,
+                activation_bytes=precision.activation_dtype.itemsize,
+                quantized=precision.activation_quantization,
+            ).describe(setup.parallel)
+            for count in dict.fromkeys((rows.encoder, rows.decoder))
+        )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _largest(shapes: tuple[StepShape, ...], phase: Phase) -> StepShape:
+    """The shape of most rows and columns; of a prefill one with a single output."""
+    return max(
+        (shape for shape in shapes if shape.phase is phase and (phase is Phase.DECODE or shape.outputs == 1)),
+        key=lambda shape: (shape.rows, shape.requests, shape.pages),
+    )
 
 
 def mesh_name(parallel: Parallel) -> str:
@@ -220,10 +336,14 @@ def as_json(mesh: MeshPlan, steps: list[StepPlan]) -> dict[str, Any]:
     return {
         "mesh": {"data": mesh.parallel.data, "model": mesh.parallel.model},
         "experts": mesh.parallel.experts,
+        "processes": mesh.processes,
         "per_chip": {
-            "memory_bytes": mesh.memory_bytes,
-            "weight_bytes": mesh.weight_bytes,
+            "memory_bytes": mesh.budget.device_bytes,
+            "weight_bytes": mesh.budget.weight_bytes,
+            "weights": mesh.held_bytes,
             "pool_bytes": mesh.pool_bytes,
+            "image_bytes": mesh.image_bytes,
+            "scratch_bytes": mesh.budget.scratch_bytes,
         },
         "pages": mesh.pages,
         "requests": mesh.requests,
@@ -232,22 +352,28 @@ def as_json(mesh: MeshPlan, steps: list[StepPlan]) -> dict[str, Any]:
         "state_bytes": mesh.budget.state_bytes,
         "decode_bound_s": dataclasses.asdict(mesh.decode) | {"dominant": mesh.decode.dominant},
         "decode_tokens_per_second_bound": mesh.tokens_per_second,
-        "steps": [
-            {
-                "step": step.name,
-                "rows_per_shard": step.shape.rows,
-                "requests_per_shard": step.shape.requests,
-                "page_columns": step.shape.pages,
-                "argument_bytes": step.compiled.argument_bytes,
-                "temporary_bytes": step.compiled.temporary_bytes,
-                "output_bytes": step.compiled.output_bytes,
-                "fits": step.fits,
-                "exchanges": list(step.exchanges),
-                "compile_s": round(step.compiled.seconds, 1),
-                "sent_bytes": sent_bytes(step.compiled.collectives),
-                "bound_s": dataclasses.asdict(step.bound) | {"dominant": step.bound.dominant},
-                "collectives": [one._asdict() for one in step.compiled.collectives],
-            }
-            for step in steps
-        ],
+        "steps": [_step_json(step) for step in steps],
     }
+
+
+def _step_json(step: StepPlan) -> dict[str, Any]:
+    values = {
+        "step": step.name,
+        "rows_per_shard": step.shape.rows,
+        "requests_per_shard": step.shape.requests,
+        "page_columns": step.shape.pages,
+        "compiled": step.compiled is not None,
+        "fits": step.fits,
+        "exchanges": list(step.exchanges),
+        "sent_bytes": step.sent_bytes,
+        "bound_s": dataclasses.asdict(step.bound) | {"dominant": step.bound.dominant},
+    }
+    if step.compiled is not None:
+        values |= {
+            "argument_bytes": step.compiled.argument_bytes,
+            "temporary_bytes": step.compiled.temporary_bytes,
+            "output_bytes": step.compiled.output_bytes,
+            "compile_s": round(step.compiled.seconds, 1),
+            "collectives": [one._asdict() for one in step.compiled.collectives],
+        }
+    return values

@@ -7,29 +7,30 @@ planned on any machine. What the numbers mean is `plan`'s business.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.safetensors_file import ARRAY_DTYPES
-from checkpoints.schema import tensor_schema
 from pallas_kernels import backend
 from scheduler import pools as pool_arrays
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
-from v41jax.config import ModelConfig
+from scheduler.scheduled_batch import Phase
+from v41jax.chips import CHIPS
+from v41jax.draft_runner import DraftingWeights
 from v41jax.hlo_collectives import Collective, count_collectives
 from v41jax.layers.collectives import Parallel
-from v41jax.mesh_runner import jit_mesh_step
+from v41jax.memory_budget import Held
+from v41jax.mesh_draft_runner import mesh_serve_prefill, mesh_serve_verify
+from v41jax.mesh_runner import jit_on_mesh, mesh_serve_step
 from v41jax.model import ModelSetup
-from v41jax.parameters import Parameters, abstract_parameters, parameter_leaves
-from v41jax.runner import StepSampling, empty_edits, sampling_inputs
+from v41jax.runner import StepSampling, empty_edits, sampled_rows, sampling_inputs
 from v41jax.sharding import make_mesh
 from v41jax.step_arrays import empty_step, engram_shapes
 
@@ -57,6 +58,33 @@ class CompiledPlan:
     collectives: tuple[Collective, ...]
 
 
+class Topology(NamedTuple):
+    """What is known of a topology.
+
+    Attributes:
+      devices: JAX devices.
+      hosts: machines that they belong to; one process runs on each.
+    """
+
+    devices: int
+    hosts: int
+
+
+def topology(name: str) -> Topology:
+    """The topology of a name such as `v5p:4x4x4`, or of an accelerator that nothing here compiles for (`mi355x:8`).
+
+    Raises:
+      ValueError: as `topology_devices`, or no number of devices.
+    """
+    generation, _, size = name.partition(":")
+    if generation in CHIPS and not CHIPS[generation].compiled:
+        if not size.isdigit() or not 1 <= int(size) <= CHIPS[generation].most:
+            raise ValueError(f"topology {name!r} must read {generation}:N with N from 1 to {CHIPS[generation].most}")
+        return Topology(int(size), 1)
+    devices = topology_devices(name)
+    return Topology(len(devices), len({device.process_index for device in devices}))
+
+
 def topology_devices(name: str) -> list[Any]:
     """The devices of a TPU topology such as `v5p:4x4x4`.
 
@@ -76,18 +104,6 @@ def topology_devices(name: str) -> list[Any]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"topology {name!r} cannot be had from libtpu (pip install 'jax[tpu]'): {reason}") from error
-
-
-def abstract_weights(config: ModelConfig, max_model_len: int, dtype: Any = jnp.bfloat16) -> Parameters:
-    """Shapes of the weights in their stored form."""
-    schema = tensor_schema(config, scopes=("text",))
-
-    def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
-        return schema[name].shape, np.dtype(ARRAY_DTYPES[schema[name].dtype])
-
-    return abstract_parameters(
-        parameter_leaves(config, describe, max_model_len=max_model_len, form="stored", dtype=dtype)
-    )
 
 
 def abstract_pools(setup: ModelSetup, pages: int, slots: int) -> Pools:
@@ -112,22 +128,24 @@ def whole_rows(tree: Any, parallel: Parallel) -> Any:
 def compile_step(
     topology: str,
     setup: ModelSetup,
-    params: Parameters,
+    held: Held,
     shape: StepShape,
     *,
     pages: int,
     slots: int,
+    scores_prompts: bool = False,
     options: Mapping[str, Any] = QUICK,
 ) -> CompiledPlan:
-    """Compiles one step.
+    """Compiles one step, with drafts the one that verifies them or that leaves the draft its context.
 
     Args:
       topology: name of it.
       setup: with the mesh in `parallel`.
-      params: abstract weights.
+      held: abstract weights.
       shape: of one shard's step.
       pages: PAGE units of one shard.
       slots: state slots of one shard.
+      scores_prompts: as of `ModelRunner`.
       options: of the compiler.
 
     Raises:
@@ -135,21 +153,13 @@ def compile_step(
     """
     parallel = setup.parallel
     mesh = make_mesh(parallel, topology_devices(topology))
-    outputs, vocabulary = shape.outputs * parallel.data, setup.config.text.vocab_size
-    sampling = StepSampling(
-        sampling_inputs([], outputs), empty_edits(outputs, slots * parallel.data, vocabulary), np.bool_(False)
-    )
-    arguments = (
-        params,
-        abstract_pools(setup, pages, slots),
-        jax.ShapeDtypeStruct((slots * parallel.data, vocabulary), jnp.float32),
-        whole_rows(empty_step(shape, setup.geometry), parallel),
-        whole_rows(engram_shapes(setup.config, shape.rows), parallel),
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), sampling),
-    )
+    arguments = step_arguments(setup, held, shape, pages=pages, slots=slots, scores_prompts=scores_prompts)
+    serve: Callable[..., Any] = functools.partial(mesh_serve_step, phase=shape.phase.value)
+    if held.draft is not None:
+        serve = mesh_serve_verify if shape.verifies else mesh_serve_prefill
     began = time.perf_counter()
     with backend.use_target(backend.Target("tpu", topology.partition(":")[0])):
-        step = jit_mesh_step(mesh, setup, shape.phase.value, arguments)
+        step = jit_on_mesh(functools.partial(serve, mesh=mesh, setup=setup), mesh, setup, arguments)
         lowered = step.trace(*arguments).lower(lowering_platforms=("tpu",))
         try:
             compiled = lowered.compile(dict(options))
@@ -171,6 +181,27 @@ def compile_step(
     )
 
 
-def share(total: int, shards: int) -> int:
-    """The largest part of `total` that a shard may have to take."""
-    return math.ceil(total / shards)
+def step_arguments(
+    setup: ModelSetup, held: Held, shape: StepShape, *, pages: int, slots: int, scores_prompts: bool
+) -> tuple[Any, ...]:
+    """Abstract arguments of a step on a mesh; see `compile_step`."""
+    parallel, vocabulary = setup.parallel, setup.config.text.vocab_size
+    outputs = shape.outputs * parallel.data
+    targets = None
+    if scores_prompts and shape.phase is Phase.PREFILL:
+        targets = np.full(shape.rows * parallel.data, vocabulary, np.int32)
+    sampling = StepSampling(
+        sampling_inputs([], sampled_rows(shape) * parallel.data),
+        empty_edits(outputs, slots * parallel.data, vocabulary),
+        np.bool_(False),
+        targets,
+    )
+    weights = held.target if held.draft is None else DraftingWeights(held.target, held.draft)
+    return (
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights),
+        abstract_pools(setup, pages, slots),
+        jax.ShapeDtypeStruct((slots * parallel.data, vocabulary), jnp.float32),
+        whole_rows(empty_step(shape, setup.geometry), parallel),
+        whole_rows(engram_shapes(setup.config, shape.rows), parallel),
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), sampling),
+    )

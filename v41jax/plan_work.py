@@ -18,7 +18,7 @@ from v41jax.chips import Chip
 from v41jax.config import CandidateRole, LayerMode, ModelConfig
 from v41jax.hlo_collectives import Collective
 from v41jax.layers.collectives import Parallel, exchanges_rows, splits_rows
-from v41jax.layers.exchange_rule import Exchange, decide
+from v41jax.layers.exchange_rule import exchange_of
 from v41jax.model import decoder_start
 from v41jax.parameters import Parameters
 from v41jax.sharding import chip_bytes, weight_specs
@@ -119,7 +119,7 @@ def expected_collectives(
         count = rows.encoder if layer.index < decoder_start(config) else rows.decoder
         add("all-reduce", count * width * 4, parallel.model, 2)
         if exchanges_rows(parallel):
-            exchange = exchange_of(config, parallel, count, activation_bytes=activation_bytes, quantized=quantized)
+            exchange = exchange_of(text, parallel, count, activation_bytes=activation_bytes, quantized=quantized)
             # Forth as codes and scales or as values, with ids and weights; back as float32.
             every = parallel.data * (exchange.places if exchange.ragged else count)
             kind = "all-to-all" if exchange.ragged else "all-gather"
@@ -140,23 +140,6 @@ def expected_collectives(
             if layer.candidates is CandidateRole.PUBLISHES:
                 add("all-gather", count * text.candidate_topk_blocks * 4, parallel.model)
     return found
-
-
-def exchange_of(
-    config: ModelConfig, parallel: Parallel, rows: int, *, activation_bytes: int = 2, quantized: bool = True
-) -> Exchange:
-    """How a layer exchanges `rows` rows of each data shard with whole experts over both axes."""
-    text = config.text
-    return decide(
-        parallel,
-        rows,
-        top_k=text.num_experts_per_tok,
-        held=text.n_routed_experts // parallel.expert_shards,
-        width=text.hidden_size,
-        expert_width=text.moe_intermediate_size,
-        activation_bytes=activation_bytes,
-        quantized=quantized,
-    )
 
 
 def least_work(

@@ -170,6 +170,7 @@ def place(tmp_path_factory):
                 "data=1,model=8": "data=1,model=2",
                 "data=8,model=8": "data=2,model=2",
                 "v5p:4x4x4": "v5e:2x2",
+                "mi355x:8": "mi355x:4",
                 "NANO": str(ROOT / "checkpoints" / "nano"),
                 "checkpoints/nano": str(ROOT / "checkpoints" / "nano"),
                 "/tmp/tiny": str(path / "tiny"),

@@ -11,7 +11,8 @@ from tests.mesh.model import mesh_config
 from tests.mesh.processes import finish, start
 from tests.mesh.steps import DECODE_ROWS, ROWS, parse
 from v41jax.hlo_collectives import Collective
-from v41jax.plan_work import Rows, exchange_of, expected_collectives, sent_bytes
+from v41jax.layers.exchange_rule import exchange_of
+from v41jax.plan_work import Rows, expected_collectives, sent_bytes
 
 ONE = "1x1:intermediate"
 MESHES = (
@@ -73,7 +74,7 @@ def test_one_device_sends_nothing(played):
 @pytest.mark.parametrize("mesh", EXCHANGING)
 def test_an_exchange_of_prefill_sends_what_the_rule_counts(played, mesh):
     config, (parallel, _) = mesh_config(), parse(mesh)
-    exchange = exchange_of(config, parallel, ROWS, activation_bytes=4, quantized=False)
+    exchange = exchange_of(config.text, parallel, ROWS, activation_bytes=4, quantized=False)
     found = collectives(played, mesh, "prefill")
     if exchange.ragged:
         assert exchange.places < ROWS
