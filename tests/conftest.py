@@ -8,7 +8,8 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# Low enough for operations that run one by one: workers, files and processes that tests start compile the same ones.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 # Programs of tests run for milliseconds and compile for seconds: machine code is not optimized. What XLA fuses, how it
