@@ -91,7 +91,7 @@ class EngineConfig:
         refused.
       engram_tables: "host" maps them into memory, "device" cuts them by rows over the chips of the mesh.
       coordinator, num_processes, process_id: `host:port` of process 0, how many processes share the mesh, and which
-        this one is; None is one process.
+        this one is; None is one process, "auto" asks the cluster's environment for all three.
     """
 
     kv_cache_dtype: str = "bf16"
@@ -362,6 +362,11 @@ def _scheduling_faults(config: EngineConfig, view: ModelView) -> list[str]:
         faults.append(f"long_prefill_token_threshold {cap} must be 0 or an even number from {page} to {length}")
     if config.max_num_seqs < 1:
         faults.append(f"max_num_seqs {config.max_num_seqs} must be at least 1")
+    elif config.max_num_seqs < config.data_shards:
+        faults.append(
+            f"max_num_seqs {config.max_num_seqs} is below the {config.data_shards} data shards, which run at least one "
+            "request each: raise it or use a smaller 'data' axis"
+        )
     if not 0 <= config.admission_delay_factor < math.inf:
         faults.append(f"admission_delay_factor {config.admission_delay_factor} must be a finite number from 0")
     buckets = config.decode_buckets
@@ -394,6 +399,13 @@ def _parallel_faults(config: EngineConfig, view: ModelView) -> list[str]:
         experts = parallel * max(config.data_shards, 1)
         if config.enable_expert_parallel and view.n_routed_experts % experts:
             faults.append(f"expert parallel size {experts} does not divide n_routed_experts {view.n_routed_experts}")
+    whole = config.enable_expert_parallel
+    if config.expert_exchange in ("gather", "ragged") and not (whole and config.data_shards > 1):
+        faults.append(
+            f"expert_exchange {config.expert_exchange!r} needs whole experts over several data shards, these are "
+            f"{'whole' if whole else 'cut'} over {config.data_shards}: use 'auto', or enable_expert_parallel and a "
+            "larger 'data' axis"
+        )
     if config.data_parallel_size != 1:
         faults.append(
             f"data_parallel_size {config.data_parallel_size} is not supported: data shards are the mesh axis 'data'"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import secrets
 import time
 from collections import deque
@@ -25,8 +24,7 @@ from numpy.typing import NDArray
 from checkpoints.engram_tables import EngramTables
 from checkpoints.load import Checkpoint, available_scopes
 from scheduler.buckets import Buckets, verify_ladder
-from scheduler.model_view import ModelView
-from scheduler.runtime_config import EngineConfig, validate_runtime_config
+from scheduler.runtime_config import EngineConfig
 from scheduler.sequence import RequestId, SamplingParams
 from scheduler.sequence import Sequence as RequestSequence
 from scheduler.sharded import make_scheduler
@@ -35,7 +33,6 @@ from scheduler.tiers.layout import TransferLayout
 from scheduler.tiers.page_tiers import PageTiers
 from scheduler.tiers.sharded import ShardedTiers
 from v41jax.cache_identity import cache_identity
-from v41jax.config import ConfigError, ModelConfig
 from v41jax.draft_parameters import load_draft_parameters
 from v41jax.draft_runner import DraftRunner
 from v41jax.dspark import check_draft
@@ -46,7 +43,8 @@ from v41jax.engine_requests import Delta, Generation, LiveRequest, Prompt
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
-from v41jax.following import own_draft
+from v41jax.host_joining import describe
+from v41jax.host_options import hosts_of, shared_of
 from v41jax.image_leases import ImageCapacityError
 from v41jax.image_planning import ImageError
 from v41jax.image_processing import DEFAULT_LIMITS, ImageLimits, ProcessedImage
@@ -55,13 +53,14 @@ from v41jax.memory_budget import PoolBudget, plan_pools
 from v41jax.mesh_draft_runner import MeshDraftRunner, load_draft_on_mesh
 from v41jax.mesh_runner import MeshRunner, load_on_mesh
 from v41jax.model import ModelSetup
-from v41jax.multihost import Followers, hosts_of, join
+from v41jax.multihost import Followers, lead
 from v41jax.page_transfer import DevicePages
 from v41jax.parameters import WeightForm, load_parameters
 from v41jax.precision import Precision
 from v41jax.protocol.tokens import IMAGE
 from v41jax.runner import ModelRunner
-from v41jax.sharding import arrangement, check_mesh, make_mesh
+from v41jax.serving_options import begin_serving
+from v41jax.sharding import make_mesh
 from v41jax.token_map import load_token_map
 from v41jax.tokenizer import Tokenizer
 from v41jax.vision_parameters import vision_parameters
@@ -93,6 +92,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         budget: PoolBudget,
         resources: Iterable[Any] = (),
+        followers: Followers | None = None,
     ):
         self.config = config
         self.core = core
@@ -100,6 +100,7 @@ class Engine:
         self.budget = budget
         self.max_waiting: int | None = None
         self._resources = tuple(resources)
+        self._followers = followers
         self._live: dict[RequestId, LiveRequest] = {}
         self._names = 0
         self._thread: EngineThread | None = None
@@ -126,37 +127,33 @@ class Engine:
 
         Raises:
           ConfigError: the checkpoint's config.json is invalid.
-          RuntimeConfigError: with every option that cannot be served; nothing was read.
-          MeshError: the model cannot be cut over the mesh, or there are too few devices.
+          RuntimeConfigError: with every option that cannot be served, alone or on this mesh; nothing was read.
+          HostsError: the processes of the service do not agree, or did not come.
+          MeshError: there are too few devices.
           CheckpointError: with every fault of the weights' files.
           ProfileError: the calibration profile was not measured with this model, device and options.
         """
-        config = EngineConfig() if config is None else config
-        hosts = hosts_of(config)
         directory = Path(directory)
-        config = own_draft(config, directory)
-        try:
-            model_config = ModelConfig.from_file(directory)
-        except ConfigError as error:
-            raise ConfigError([f"{directory / 'config.json'}: {fault}" for fault in error.faults]) from None
-        root = json.loads((directory / "config.json").read_bytes())
-        view = ModelView.from_config(model_config, root)
-        validate_runtime_config(config, view)
-        parallel = arrangement(config.mesh, config.enable_expert_parallel, config.expert_exchange)
-        check_mesh(model_config, parallel, drafts=config.num_speculative_tokens > 0)
-        if hosts is not None:
-            join(hosts)
+        serving = begin_serving(directory, EngineConfig() if config is None else config)
+        config, _, view, parallel = serving
+        hosts = hosts_of(config)
+        if config.process_id:
+            raise ValueError(
+                f"process {config.process_id} of {config.num_processes} has no engine: it follows process 0"
+            )
         geometry = config.geometry(view)
         precision = Precision(
             activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization
         )
-        if weights is None:
-            weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
-        resources: list[Any] = []
+        # Before any weight is read: a process that is lost while others load must be missed.
+        followers = None if hosts is None else lead(hosts, shared_of(config, directory, weights))
+        resources: list[Any] = [] if followers is None else [followers]
         try:
+            if weights is None:
+                weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
             sees = config.vision == "on" or (config.vision == "auto" and "vision" in available_scopes(directory))
             sees = sees and hosts is None
-            drafts = config.num_speculative_tokens > 0
+            drafts = serving.drafts
             scopes = ("text", *(("draft",) if drafts else ()), *(("vision",) if sees else ()))
             checkpoint = Checkpoint.open(directory, scopes=scopes)
             resources.append(checkpoint)
@@ -196,11 +193,9 @@ class Engine:
             place: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
             if draft is not None:
                 place |= {"draft_parameters": draft, "confidence": calibrates or profile is not None}
-            if hosts is not None:
-                followers = Followers(hosts)
-                resources.append(followers)
+            if followers is not None:
                 place["followers"] = followers
-            runner = _runner_kind(mesh is not None, draft is not None, hosts is not None)(
+            runner = _runner_kind(mesh is not None, draft is not None, followers is not None)(
                 params,
                 setup,
                 num_pages=shards * pages,
@@ -227,12 +222,14 @@ class Engine:
             images = None
             if tower is not None:
                 images = EngineImages(tower, checkpoint.config, precision, config.vision_cache_bytes)
-        except BaseException:
+        except BaseException as error:
+            if followers is not None:
+                followers.fail(describe(error))
             for resource in reversed(resources):
                 resource.close()
             raise
         core = EngineCore(scheduler, runner, buckets, lookup, images, engine_drafts)
-        return cls(config, core, tokenizer, budget, resources)
+        return cls(config, core, tokenizer, budget, resources, followers)
 
     def __enter__(self) -> Engine:
         return self
@@ -391,7 +388,18 @@ class Engine:
         return request_id
 
     def step(self) -> list[tuple[RequestId, Delta, Generation | None]]:
-        """One step: (request, what it got, the whole of it when it ended)."""
+        """One step: (request, what it got, the whole of it when it ended).
+
+        Over several processes whatever it raises ends all of them: the others may be left inside the step.
+        """
+        try:
+            return self._step()
+        except BaseException as error:
+            if self._followers is not None:
+                self._followers.fail(describe(error))
+            raise
+
+    def _step(self) -> list[tuple[RequestId, Delta, Generation | None]]:
         outputs = self.core.step()
         now = time.perf_counter()
         for scored in self.core.prompt_scores:

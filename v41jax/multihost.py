@@ -1,18 +1,19 @@
 """One engine over several processes: process 0 schedules and serves, the others run the same steps.
 
 JAX joins the devices (`jax.distributed`); every process then runs the same programs in the same order. What varies
-between steps are host arrays, and those travel from process 0 to the followers over a connection of their own.
+between steps are host arrays, and those travel from process 0 to the followers over connections of their own
+(`v41jax.host_channel`).
 
-The same connections tell who is alive. A process that ends, or is silent for `SILENCE_S`, ends the others: a
-collective cannot be left once a participant is gone, so the survivor says which process was lost and exits.
+The same connections tell who is alive, from before any weight is read. A process that fails, ends, or is silent too
+long, ends the others: a collective cannot be left once a participant is gone, so the survivor says which process was
+lost and exits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import json
 import logging
-import math
 import os
 import pickle
 import queue
@@ -20,16 +21,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
-
-import jax
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from scheduler.batch import EngramRows
-from scheduler.runtime_config import EngineConfig
 from v41jax.engram_lookup import EngramLookup
+from v41jax.host_channel import Channel, SecretError, admit, reach
+from v41jax.host_joining import Meeting, announce, describe, join, listen, meeting_of
+from v41jax.host_options import Hosts, HostsError, Shared, differences
 
 _log = logging.getLogger(__name__)
 
@@ -37,83 +36,16 @@ BEAT_S = 1.0
 """Seconds between signs of life."""
 SILENCE_S = 15.0
 """Seconds of silence after which a process counts as lost."""
+LOADING_SILENCE_S = 120.0
+"""The same while it loads: one read of a weight may keep every thread from running."""
 JOIN_S = 600.0
-"""Seconds that process 0 waits for the others."""
-SECRET_VARIABLE = "V41JAX_HOSTS_SECRET"
-"""Environment variable with what the processes prove to each other; a coordinator on another machine needs it."""
+"""Seconds that process 0 waits for the others, and they for it."""
+REFUSAL_S = 5.0
+"""Seconds that process 0 waits for the others once it knows that it will refuse."""
+LAST_WORDS_S = 3.0
+"""Seconds that a process has to say what failed, before it ends."""
 LOST_EXIT_CODE = 75
 """Exit code of a process that lost another one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Hosts:
-    """Which process this is.
-
-    Attributes:
-      coordinator: `host:port` of process 0 for JAX; steps travel over the port after it.
-      processes: of the service.
-      process: this one, from 0.
-      secret: known to all processes; others cannot connect.
-    """
-
-    coordinator: str
-    processes: int
-    process: int
-    secret: bytes = b"v41jax"
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Where steps are sent from."""
-        host, _, port = self.coordinator.rpartition(":")
-        return host, int(port) + 1
-
-
-def hosts_faults(hosts: Hosts) -> list[str]:
-    """Everything wrong with the flags, one line each."""
-    faults = []
-    host, _, port = hosts.coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65535:
-        faults.append(f"coordinator {hosts.coordinator!r} must read HOST:PORT with a port from 1 to 65534")
-    if hosts.processes < 1:
-        faults.append(f"num_processes {hosts.processes} must be at least 1")
-    if not 0 <= hosts.process < max(hosts.processes, 1):
-        faults.append(f"process_id {hosts.process} must lie in 0..{hosts.processes - 1}")
-    return faults
-
-
-def hosts_of(config: EngineConfig) -> Hosts | None:
-    """The processes that the engine's options name; None is this one alone.
-
-    Raises:
-      ValueError: flags that make no sense, all faults together.
-    """
-    if config.coordinator is None:
-        if config.num_processes != 1 or config.process_id:
-            given = f"num_processes {config.num_processes}, process_id {config.process_id}"
-            raise ValueError(f"{given} needs a coordinator: give --coordinator HOST:PORT")
-        return None
-    secret = os.environ.get(SECRET_VARIABLE) or None  # an empty one is known to everybody
-    hosts = Hosts(config.coordinator, config.num_processes, config.process_id)
-    hosts = hosts if secret is None else dataclasses.replace(hosts, secret=secret.encode())
-    faults = hosts_faults(hosts)
-    if secret is None and hosts.coordinator.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-        # What travels is unpickled: whoever can connect could run anything.
-        faults.append(f"coordinator {hosts.coordinator!r} is not this machine: set {SECRET_VARIABLE} on all processes")
-    if math.prod(config.mesh.values()) < hosts.processes:
-        faults.append(f"mesh {dict(config.mesh)} has fewer chips than num_processes {hosts.processes}")
-    if config.vision == "on":
-        faults.append("vision 'on' is not supported over several processes: use 'off'")
-    if faults:
-        raise ValueError("; ".join(faults))
-    return hosts
-
-
-def join(hosts: Hosts) -> None:
-    """Joins the devices of all processes; before anything else of JAX is used."""
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
-    jax.distributed.initialize(hosts.coordinator, num_processes=hosts.processes, process_id=hosts.process)
 
 
 def _end(lost: str) -> None:
@@ -123,36 +55,48 @@ def _end(lost: str) -> None:
 
 
 class _Link:
-    """One connection: messages in order, and a thread that watches the other end."""
+    """One connection: messages in order, signs of life, and a watch on the other end."""
 
-    def __init__(self, connection: Connection, other: str, on_lost: Callable[[str], None]):
-        self._connection = connection
+    def __init__(self, channel: Channel, other: str, on_lost: Callable[[str], None]):
+        channel.patient()
+        self._channel = channel
         self._other = other
         self._on_lost = on_lost
         self._send_lock = threading.Lock()
-        self._heard: float | None = None  # silence counts from the first message: process 0 may wait for others
+        self._heard: float | None = None  # silence counts from the first message
+        self._working = False
         self._closing = False
+
+    def start(self) -> None:
+        """Starts the threads that send signs of life and watch for silence."""
+        for run in (self._beat, self._watch):
+            threading.Thread(target=run, name=f"v41jax{run.__name__}", daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Sends one message; a broken connection is a lost process."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
             with self._send_lock:
-                self._connection.send_bytes(data)
+                self._channel.send(data)
         except OSError as error:
-            self._lose(str(error))
+            self._lose(f"was lost ({error})")
 
     def receive(self) -> Any:
-        """The next message that is no sign of life."""
+        """The next message that is no sign of life; None when there are no more."""
         while True:
             try:
-                message = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, OSError) as error:
-                self._lose(str(error) or "its connection closed")
+                message = pickle.loads(self._channel.receive())
+            except (EOFError, OSError, SecretError) as error:
+                self._lose(f"was lost ({error or 'its connection closed'})")
                 return None
             self._heard = time.monotonic()
-            if message is not None:
+            if message is None:
+                continue
+            self._working = self._working or message[0] not in ("welcome", "refused")
+            if message[0] != "failed":
                 return message
+            self._lose(f"failed ({message[1]})")
+            return None
 
     def expect_end(self) -> None:
         """From now on the end of the connection is no loss."""
@@ -161,149 +105,325 @@ class _Link:
     def close(self) -> None:
         """Ends the connection without taking it for a loss."""
         self._closing = True
-        self._connection.close()
+        self._channel.close()
 
     def cut(self) -> None:
         """As `close`, while a thread may be receiving."""
         self._closing = True
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        self._channel.cut()
 
-    def beat(self) -> None:
-        """Starts the thread that sends signs of life and watches for silence."""
+    def _beat(self) -> None:
+        while not self._closing:
+            self.send(None)
+            time.sleep(BEAT_S)
 
-        def run() -> None:
-            while not self._closing:
-                self.send(None)
-                time.sleep(BEAT_S)
-                silent = 0.0 if self._heard is None else time.monotonic() - self._heard
-                if silent > SILENCE_S and not self._closing:
-                    self._lose(f"silent for {silent:.0f} s")
+    def _watch(self) -> None:
+        while not self._closing:
+            time.sleep(BEAT_S)
+            silent = 0.0 if self._heard is None else time.monotonic() - self._heard
+            if silent > (SILENCE_S if self._working else LOADING_SILENCE_S):
+                self._lose(f"was lost (silent for {silent:.0f} s)")
+                return
 
-        threading.Thread(target=run, name="v41jax-beat", daemon=True).start()
-
-    def _lose(self, reason: str) -> None:
+    def _lose(self, what: str) -> None:
         if not self._closing:
-            self._on_lost(f"{self._other} was lost ({reason})")
+            self._on_lost(f"{self._other} {what}")
 
 
 class Followers:
     """The connections of process 0."""
 
-    def __init__(self, hosts: Hosts, on_lost: Callable[[str], None] = _end):
-        """Waits for every follower.
+    def __init__(
+        self,
+        hosts: Hosts,
+        shared: Shared,
+        listener: socket.socket,
+        secret: bytes,
+        on_lost: Callable[[str], None] = _end,
+        faults: Sequence[str] = (),
+    ):
+        """Waits for every follower; those that came are watched meanwhile.
+
+        Args:
+          hosts: of this process.
+          shared: what the others must have in common with this process.
+          listener: where they come; it is closed.
+          secret: that they know.
+          on_lost: called when a process is gone.
+          faults: why this process cannot serve; it waits for `REFUSAL_S`, tells those who came and compares nothing.
 
         Raises:
-          TimeoutError: not all came within `JOIN_S`.
+          HostsError: some process cannot serve, or has another model or other options, or not all came within
+            `JOIN_S`; the followers that came raise it too.
         """
+        self._secret = secret
+        self._on_lost = on_lost
+        self._failed = False
         self._links: list[_Link] = []
         self._watches: list[threading.Thread] = []
-        accepted: list[Connection] = []
-        with Listener(hosts.address, authkey=hosts.secret) as listener:
+        self._processes = hosts.processes
+        self._theirs: dict[int, Shared] = {}
+        self._refuses = bool(faults)
+        self._refusals = [f"process 0: {fault}" for fault in faults]
+        self._shared = shared
+        self._came = threading.Condition()
+        self._waiting = True
+        listener.settimeout(0.2)
+        accepting = threading.Thread(target=self._accept, args=(listener,), name="v41jax-accept", daemon=True)
+        accepting.start()
+        with self._came:
+            self._came.wait_for(lambda: self._complete() or self._faults(), JOIN_S)
+            if self._faults():
+                self._came.wait_for(self._complete, REFUSAL_S)
+            self._waiting = False
+            faults = self._faults()
+            if not faults and not self._complete():
+                faults = [f"{len(self._theirs) + 1} of {hosts.processes} processes came within {JOIN_S:.0f} s"]
+        accepting.join()
+        if faults:
+            self._finish("refused", faults)
+            raise HostsError(faults)
+        self.send("welcome")
 
-            def accept() -> None:
-                while len(accepted) < hosts.processes - 1:
-                    try:
-                        accepted.append(listener.accept())
-                    except (AuthenticationError, EOFError, ConnectionError) as error:
-                        # Whoever else tries the port, such as a probe, must not end the wait for the others.
-                        _log.warning("a connection without the secret was refused: %s", error or "it closed")
+    def _complete(self) -> bool:
+        return len(self._theirs) >= self._processes - 1
 
-            waiting = threading.Thread(target=accept, daemon=True)
-            waiting.start()
-            waiting.join(JOIN_S)
-        if len(accepted) < hosts.processes - 1:
-            raise TimeoutError(f"{len(accepted) + 1} of {hosts.processes} processes came within {JOIN_S:.0f} s")
-        for connection in accepted:
-            number = pickle.loads(connection.recv_bytes())
-            link = _Link(connection, f"process {number}", on_lost)
-            link.beat()
-            # Followers only ever send signs of life; receiving notices the end of the connection at once.
-            watch = threading.Thread(target=link.receive, name=f"v41jax-watch-{number}", daemon=True)
-            watch.start()
-            self._watches.append(watch)
+    def _faults(self) -> list[str]:
+        return [*self._refusals, *differences(self._shared, self._theirs)]
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while self._waiting:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                # Each in a thread of its own: who connects and says nothing must not keep the others waiting.
+                threading.Thread(target=self._admit, args=(connection,), name="v41jax-admit", daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        try:
+            channel = admit(connection, self._secret)
+            number, theirs, reasons = json.loads(channel.receive())
+        except (EOFError, OSError, ValueError) as error:
+            # Whoever else tries the port, such as a probe, must not end the wait for the others.
+            _log.warning("a connection to the port of the followers was refused: %s", error)
+            connection.close()
+            return
+        link = _Link(channel, f"process {number}", self._on_lost)
+        # Followers only send signs of life and why they end; receiving notices the end of a connection at once.
+        watch = threading.Thread(target=_drain, args=(link,), name=f"v41jax-watch-{number}", daemon=True)
+        with self._came:
+            if not self._waiting:
+                connection.close()
+                return
             self._links.append(link)
+            self._watches.append(watch)
+            link.start()
+            watch.start()
+            if number in self._theirs or number == 0:
+                self._refusals.append(f"two processes have process_id {number}: give each of them its own")
+            else:
+                self._refusals += [f"process {number}: {reason}" for reason in reasons]
+                self._theirs[number] = self._shared if reasons or self._refuses else theirs
+            self._came.notify_all()
 
     def send(self, *message: Any) -> None:
         """Sends one message to all."""
         for link in self._links:
             link.send(message)
 
-    def close(self) -> None:
-        """Lets the followers go."""
+    def fail(self, reason: str) -> None:
+        """Says that process 0 cannot go on, and why; the followers end at once, process 0 in `LAST_WORDS_S`.
+
+        They may be inside a collective that never ends, and JAX waits for them before this process may end.
+        """
+        if self._failed:
+            return
+        self._failed = True
         for link in self._links:
             link.expect_end()
-        self.send("stop")
+        threading.Thread(target=self.send, args=("failed", reason), name="v41jax-failed", daemon=True).start()
+        ending = threading.Timer(LAST_WORDS_S, self._on_lost, [f"process 0 failed ({reason})"])
+        ending.daemon = True
+        ending.start()
+
+    def close(self) -> None:
+        """Lets the followers go."""
+        if not self._failed:
+            self._finish("stop")
+
+    def _finish(self, *message: Any) -> None:
+        for link in self._links:
+            link.expect_end()
+        self.send(*message)
         for link, watch in zip(self._links, self._watches):
-            # They close first: a connection closed with signs of life unread would be reset, the stop with it.
+            # They close first: a connection closed with signs of life unread would be reset, the message with it.
             watch.join(SILENCE_S)
             link.close()
 
 
+def _drain(link: _Link) -> None:
+    while link.receive() is not None:
+        pass
+
+
+def lead(hosts: Hosts, shared: Shared, on_lost: Callable[[str], None] = _end) -> Followers:
+    """Waits for the followers and joins their devices.
+
+    Args:
+      hosts: of this process, which is process 0.
+      shared: as of `shared_of`.
+      on_lost: called when a process is gone.
+
+    Raises:
+      HostsError: as of `Followers`.
+      OSError: nobody can connect to the port.
+    """
+    listener = listen(hosts)
+    if hosts.automatic:
+        return Followers(hosts, shared, listener, announce(hosts, listener).secret, on_lost)
+    followers = Followers(hosts, shared, listener, meeting_of(hosts).secret, on_lost)
+    try:
+        join(hosts)
+    except BaseException as error:
+        followers.fail(describe(error))
+        raise
+    return followers
+
+
+def refuse(hosts: Hosts, faults: Sequence[str]) -> None:
+    """Tells the other processes that this one cannot serve, so that they end too; those not there yet are not told.
+
+    Args:
+      hosts: of this process.
+      faults: why, one line each.
+    """
+    with contextlib.suppress(EOFError, OSError, ValueError):
+        meeting = meeting_of(hosts)
+        if hosts.process == 0:
+            Followers(hosts, {}, listen(hosts), meeting.secret, faults=faults)
+            return
+        channel = _connect(meeting, REFUSAL_S)
+        channel.send(json.dumps((hosts.process, {}, list(faults))).encode())
+        link = _Link(channel, "process 0", lambda _: None)
+        link.receive()  # what process 0 then says to all
+        link.close()
+
+
+class Model(NamedTuple):
+    """What a follower runs steps with.
+
+    Attributes:
+      build: makes the runner with the options that process 0 chose; its methods are what process 0 orders.
+      lookup: Engram rows of this host; None without Engram layers.
+    """
+
+    build: Callable[[dict[str, Any]], Any]
+    lookup: EngramLookup | None = None
+
+
 def follow(
     hosts: Hosts,
-    build: Callable[[dict[str, Any]], Any],
-    lookup: EngramLookup | None,
+    shared: Shared,
+    load: Callable[[], Model],
+    meeting: Meeting,
     on_lost: Callable[[str], None] = _end,
 ) -> None:
     """Runs what process 0 runs, until it stops.
 
     Args:
       hosts: of this process.
-      build: makes the runner with the options that process 0 chose; its methods are what process 0 orders.
-      lookup: Engram rows of this host; None without Engram layers.
+      shared: as of `shared_of`.
+      load: joins the devices and reads the weights; called once this process and process 0 watch each other and agree.
+      meeting: where process 0 is.
       on_lost: called when process 0 is gone.
+
+    Raises:
+      HostsError: the processes do not agree.
+      SecretError: process 0 does not know this process's secret.
+      OSError: process 0 could not be reached for `JOIN_S`.
     """
-    connection = _connect(hosts)
-    connection.send_bytes(pickle.dumps(hosts.process))
-    link = _Link(connection, "process 0", on_lost)
-    link.beat()
+    channel = _connect(meeting, JOIN_S)
+    channel.send(json.dumps((hosts.process, shared, ())).encode())
+    link = _Link(channel, "process 0", on_lost)
+    link.start()
     # Signs of life must be heard while a step compiles or runs, which takes longer than the silence that is a loss.
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def listen() -> None:
+    def hear() -> None:
         message: Any = ()
-        while message is not None and message[:1] != ("stop",):
+        while message is not None and message[:1] not in (("stop",), ("refused",)):
             message = link.receive()
-            if message == ("stop",):
+            if message is not None and message[0] in ("stop", "refused"):
                 link.expect_end()  # process 0 may close its end before the last step is through
             messages.put(message)
 
-    threading.Thread(target=listen, name="v41jax-listen", daemon=True).start()
+    threading.Thread(target=hear, name="v41jax-listen", daemon=True).start()
+    first = messages.get()
+    if first is not None and first[0] == "refused":
+        link.close()
+        raise HostsError(first[1])
     try:
-        _repeat(messages.get, build, lookup)
-    except BaseException:
+        if first is not None:
+            model = load()
+            link.send(("loaded",))
+            _repeat(messages.get, model)
+    except BaseException as error:
         # At once: before this process ends JAX waits for process 0, and process 0 for this one's part of a step.
+        link.send(("failed", describe(error)))
         link.cut()
         raise
     link.close()
 
 
-def _repeat(
-    next_message: Callable[[], Any], build: Callable[[dict[str, Any]], Any], lookup: EngramLookup | None
-) -> None:
+def _repeat(next_message: Callable[[], Any], model: Model) -> None:
     """Does what the messages say until one says stop, or there are no more."""
     runner: Any = None
     while (message := next_message()) is not None and message[0] != "stop":
         command, *arguments = message
         if command == "build":
-            runner = build(arguments[0])
+            runner = model.build(arguments[0])
         elif command == "warm_up":
             runner.warm_up(arguments[0], images=arguments[1])
         elif command == "execute":
             shape, batch, sampling, ops, image_rows = arguments
-            engram_rows = EngramRows((), ()) if lookup is None else lookup.step_rows(batch)
+            engram_rows = EngramRows((), ()) if model.lookup is None else model.lookup.step_rows(batch)
             runner.execute(shape, batch, engram_rows, sampling, ops, image_rows)
         else:
             getattr(runner, command)(*arguments)
 
 
-def _connect(hosts: Hosts) -> Connection:
-    end = time.monotonic() + JOIN_S
+def _connect(meeting: Meeting, seconds: float) -> Channel:
+    """A channel to process 0; raises what the last attempt did when the time is over."""
+    end = time.monotonic() + seconds
     while True:
-        try:
-            return Client(hosts.address, authkey=hosts.secret)
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.2)
+        failures: list[Exception] = []
+        for place in meeting.places:
+            try:
+                return reach(place, meeting.secret)
+            except (EOFError, OSError, SecretError) as error:
+                failures.append(error)
+        # Of several places some may be others'. Whoever has another secret and is at the only place will stay there.
+        strangers = [error for error in failures if isinstance(error, SecretError)]
+        if len(strangers) == len(failures) or time.monotonic() > end:
+            raise [*strangers, *failures][0]
+        time.sleep(0.2)
+
+
+def follow_at(hosts: Hosts, shared: Shared, load: Callable[[], Model]) -> None:
+    """`follow` process 0 where the options or the cluster say; joins the devices first, or before `load`.
+
+    Args:
+      hosts, shared: as of `follow`.
+      load: reads the weights, devices joined.
+    """
+    if hosts.automatic:
+        follow(hosts, shared, load, announce(hosts, None))
+        return
+
+    def joined() -> Model:
+        join(hosts)
+        return load()
+
+    follow(hosts, shared, joined, meeting_of(hosts))

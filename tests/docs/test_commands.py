@@ -38,7 +38,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LEDGER = "tests/comparison/test_ledger.py::test_every_approximation_is_within_its_budget_and_none_is_free"
 DYNAMIC = "tests/dspark/test_dynamic.py::test_the_measured_profile_serves_and_changes_no_token"
 PROCESSES = "v41jax serve --model DIR --mesh data=1,model=8 --coordinator HOST:PORT --num-processes 2 --process-id"
+IN_CLUSTER = "v41jax serve --model DIR --mesh data=1,model=8 --coordinator auto"
 ELSEWHERE = {
+    f"mpirun -n 2 {IN_CLUSTER}": ("tests/mesh/test_shards.py::test_two_processes_share_one_replica_and_notice_a_loss"),
     "v41jax compare --model DIR --replay --prompts FILE.jsonl --out report.json": (
         "tests/test_replay_distance.py::test_the_command_prints_a_table_and_writes_json"
     ),
@@ -73,6 +75,9 @@ CANNOT = {
     "python -m benchmarks.golden_on_device": "measures an accelerator",
     f"{PROCESSES} 0": "needs another host",
     f"{PROCESSES} 1": "needs another host",
+    "gcloud compute tpus tpu-vm ssh NAME --worker=all --command 'v41jax serve --model DIR --mesh data=8,model=8 "
+    "--enable-expert-parallel --coordinator auto'": "needs a TPU pod slice",
+    f"srun --nodes=2 --ntasks-per-node=1 {IN_CLUSTER}": "needs SLURM",
 }
 """Command -> why nothing here can run it."""
 
@@ -231,7 +236,7 @@ def on_two_devices(words: Sequence[str], place: Place) -> None:
 
 
 def test_the_docs_hold_commands_and_no_stale_exception():
-    assert len(EXECUTED) >= 25 and len(CANNOT) == 9
+    assert len(EXECUTED) >= 25 and len(CANNOT) == 11
     assert set(ELSEWHERE) | set(CANNOT) <= {command for _, command in COMMANDS}, "an exception that no page has"
     for test in ELSEWHERE.values():
         file, _, name = test.partition("::")

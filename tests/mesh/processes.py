@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def start(module: str, *arguments: object, devices: int = 8) -> subprocess.Popen[str]:
-    """Starts `python -m module arguments` on virtual devices; its output is piped."""
+def start(module: str, *arguments: object, devices: int = 8, **environment: object) -> subprocess.Popen[str]:
+    """Starts `python -m module arguments` on virtual devices; its output is piped, variables are added."""
     # Compiling takes most of the time, and the programs are small: LLVM need not optimize them.
     flags = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices} "
@@ -20,7 +20,7 @@ def start(module: str, *arguments: object, devices: int = 8) -> subprocess.Popen
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **{k: str(v) for k, v in environment.items()}},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

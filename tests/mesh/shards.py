@@ -2,8 +2,9 @@
 
 `python -m tests.mesh.shards CHECKPOINT MESH...`, a mesh as `DATAxMODEL[:experts][:OPTION...]` with the options of
 `OPTIONS`. Prints one JSON object a mesh: what every request of the scenario got, and the engine's statistics.
-`CHECKPOINT MESH --hosts HOST:PORT PROCESS` is one of two processes, which serve the requests of `OF_ONE_CHUNK` twice,
-and stay with the option `stays`.
+`CHECKPOINT MESH --hosts HOST:PORT PROCESS` is one of two processes, which serve the requests of `OF_ONE_CHUNK` twice;
+with the option `stays` they stay, with `fails` the next step fails in process 0 alone. `--hosts auto` takes the
+processes from the environment.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tests.vision.builders import random_image
 from v41jax.engine import Engine
 from v41jax.engine_requests import Prompt
 from v41jax.following import follow_checkpoint
+from v41jax.mesh_runner import MeshRunner
+from v41jax.serving_options import in_cluster
 
 PAGE = 32
 SLOTS, PAGES = 2, 9
@@ -43,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scores": {"prompt_logprobs": True},
     "ragged": {"expert_exchange": "ragged"},
     "stays": {},
+    "fails": {},
 }
 """Options of the engine by name; `long` runs the whole scenario and not only the first requests, `small` gives each of
 four shards one slot, and `warm` compiles everything ahead."""
@@ -266,12 +270,25 @@ def serve_over_processes(engine: Engine, names: list[str]) -> dict[str, Any]:
     return {"rounds": results, "statistics": engine.statistics()}
 
 
+def fail_in_a_step(engine: Engine) -> None:
+    """A step that the followers begin and this process does not."""
+
+    def execute(*_: Any) -> Any:
+        raise RuntimeError("only here")
+
+    MeshRunner.execute = execute  # type: ignore[method-assign]
+    engine.submit(Prompt((3, 4, 5), greedy(4)))
+    engine.step()
+
+
 def main() -> None:
     checkpoint = Path(sys.argv[1])
     if "--hosts" in sys.argv:
         config, names = parse(sys.argv[2])
-        coordinator, process = sys.argv[4:]
-        config = dataclasses.replace(config, coordinator=coordinator, num_processes=2, process_id=int(process))
+        config = dataclasses.replace(config, coordinator=sys.argv[4])
+        for process in sys.argv[5:]:
+            config = dataclasses.replace(config, num_processes=2, process_id=int(process))
+        config = in_cluster(checkpoint, config)
         if config.process_id:
             follow_checkpoint(checkpoint, config)
             return
@@ -279,6 +296,8 @@ def main() -> None:
             print(json.dumps(serve_over_processes(engine, names)), flush=True)
             if "stays" in names:
                 time.sleep(120)
+            if "fails" in names:
+                fail_in_a_step(engine)
         return
     known: dict[tuple[int, ...], list[int]] = {}
     for name in sys.argv[2:]:

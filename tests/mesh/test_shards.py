@@ -94,16 +94,33 @@ def test_a_page_that_one_shard_stored_is_a_hit_for_another(served):
 
 @pytest.fixture
 def leader(request, checkpoint):
-    """Process 0 of two with four devices each that serve on the mesh of the parameter, and process 1."""
+    """Process 0 of two with four devices each that serve on the mesh of the parameter, and process 1; `@cluster` has
+    them find each other by the variables of Open MPI."""
+    mesh, _, cluster = request.param.partition("@")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = (checkpoint, request.param, "--hosts", f"127.0.0.1:{port}")
-    processes = [start(PROGRAM, *place, process, devices=4) for process in (0, 1)]
+    secret = {"V41JAX_HOSTS_SECRET": "" if cluster else "of the tests"}
+    processes = []
+    for process in (0, 1):
+        named = ("auto",) if cluster else (f"127.0.0.1:{port}", process)
+        variables = open_mpi(process, port) if cluster else {}
+        processes.append(start(PROGRAM, checkpoint, mesh, "--hosts", *named, devices=4, **secret, **variables))
     yield processes
     for process in processes:
         process.kill()
         process.wait()
+
+
+def open_mpi(process, port):
+    """What `mpirun -n 2` tells a process, and JAX's coordinator takes this port."""
+    return {
+        "OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp://127.0.0.1:43370",
+        "OMPI_COMM_WORLD_SIZE": 2,
+        "OMPI_COMM_WORLD_RANK": process,
+        "OMPI_COMM_WORLD_LOCAL_RANK": process,
+        "JAX_COORDINATOR_PORT": port,
+    }
 
 
 def said(processes):
@@ -121,11 +138,14 @@ def check_rounds(found, served):
                 assert request[field] == wanted[field]
 
 
-@pytest.mark.parametrize("leader", ["2x4:experts:drafts:tiers", "4x2:small"], indirect=True)
+@pytest.mark.parametrize("leader", ["2x4:experts:drafts:tiers", "4x2:small:fails"], indirect=True)
 def test_two_processes_serve_data_shards_with_the_tokens_of_one_device(leader, served, request):
     found = said(leader)
     check_rounds(found, served)
-    assert [process.wait(60) for process in leader] == [0, 0]
+    if "fails" in request.node.callspec.id:
+        check_failure(leader)
+    else:
+        assert [process.wait(60) for process in leader] == [0, 0]
     shards = found["statistics"]["shards"]
     # Both processes hold shards that served something.
     halves = shards[: len(shards) // 2], shards[len(shards) // 2 :]
@@ -137,7 +157,17 @@ def test_two_processes_serve_data_shards_with_the_tokens_of_one_device(leader, s
         assert found["statistics"]["transfers"]["pages_adopted"] == 1
 
 
-@pytest.mark.parametrize("leader", ["1x8:stays"], indirect=True)
+def check_failure(processes):
+    """A step that failed in process 0 alone ended both, which say so."""
+    began = time.monotonic()
+    errors = [process.communicate(timeout=2 * WITHIN_S)[1] for process in processes]
+    assert time.monotonic() - began < WITHIN_S
+    assert [process.returncode for process in processes] == [LOST_EXIT_CODE] * 2
+    for error in errors:
+        assert "HostLostError: process 0 failed (StepFailedError: RuntimeError: only here)" in error
+
+
+@pytest.mark.parametrize("leader", ["1x8:stays@cluster"], indirect=True)
 def test_two_processes_share_one_replica_and_notice_a_loss(leader, served):
     check_rounds(said(leader), served)
     leader[1].kill()

@@ -165,6 +165,16 @@ def test_accepted_options(options):
         ({"dtype": "float16"}, "dtype 'float16'"),
         ({"kernels": "cuda"}, "kernels 'cuda'"),
         ({"expert_exchange": "all"}, "expert_exchange 'all'"),
+        ({"expert_exchange": "ragged"}, "'ragged' needs whole experts over several data shards, these are cut over 1"),
+        (
+            {"expert_exchange": "gather", "mesh": {"data": 2, "model": 1}},
+            "'gather' needs whole experts over several data shards, these are cut over 2",
+        ),
+        (
+            {"expert_exchange": "ragged", "mesh": {"data": 1, "model": 2}, "enable_expert_parallel": True},
+            "'ragged' needs whole experts over several data shards, these are whole over 1",
+        ),
+        ({"max_num_seqs": 3, "mesh": {"data": 4, "model": 1}}, "max_num_seqs 3 is below the 4 data shards"),
         ({"num_speculative_tokens": 5}, "num_speculative_tokens 5 needs speculative_method"),
         ({"speculative_method": "eagle", "num_speculative_tokens": 5}, "speculative_method 'eagle'"),
         ({"speculative_method": "dspark"}, "num_speculative_tokens 0 is outside 1..5"),
@@ -271,3 +281,8 @@ def test_a_parsed_model_config_is_accepted():
     options = {"kv_cache_block_size": 32, "max_model_len": 512}
     assert faults(view, **options) == ()
     validate_runtime_config(EngineConfig(**options), config)
+
+
+def test_an_exchange_may_be_forced_and_every_shard_may_have_one_request():
+    mesh = {"data": 4, "model": 2}
+    assert faults(mesh=mesh, enable_expert_parallel=True, expert_exchange="ragged", max_num_seqs=4) == ()

@@ -94,11 +94,15 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
             mesh=parse_mesh(values.pop("mesh")),
             decode_buckets=parse_buckets(values.pop("decode_buckets")),
         )
-        if config.process_id and "model" in values:
+        model = values.get("model")
+        if model is not None and (config.coordinator is not None or config.process_id):
             from v41jax.following import follow_checkpoint
+            from v41jax.serving_options import in_cluster
 
-            follow_checkpoint(values["model"], config)
-            return
+            config = in_cluster(model, config)
+            if config.process_id:
+                follow_checkpoint(model, config)
+                return
         command(**values, engine_config=config)
 
     parameters = [*own, *map(_option, fields), *extra]
