@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Array = jax.Array
 
-Q8_FLOOR = 1e-4
+Q8_FLOOR_BITS = int(np.float32(1e-4).view(np.int32))
 Q8_GROUP = 32
 RECIPROCAL_448 = 0.002232142857142857
 
@@ -68,12 +69,6 @@ def decode_e8m0(codes: Array) -> Array:
     return float_from_bits(jnp.where(codes == 255, 0x7FC00000, bits))
 
 
-def power_of_two_ceiling(x: Array) -> Array:
-    """Smallest power of two >= x, for positive normal float32 x, by exponent bits."""
-    bits = bits_from_float(x)
-    return float_from_bits((bits + 0x007FFFFF) & 0x7F800000)
-
-
 def round_to_e4m3(x: Array) -> Array:
     """float32 with |x| <= 448 -> the nearest E4M3 value, ties to even, kept as float32."""
     bits = bits_from_float(x)
@@ -94,13 +89,21 @@ def round_to_e4m3(x: Array) -> Array:
 def fake_q8_group(x: Array, axis: int = -1) -> Array:
     """Fake Q8 where `axis`, of size 32, is a group: any float dtype -> the same shape and dtype.
 
-    Source: model specification, "The three activation formats", row Q8.
+    NaN and infinities are as in `v41jax.quantization.fake_q8`: a NaN makes its group NaN, an infinite group has scale
+    2^127. Source: model specification, "The three activation formats", row Q8.
     """
     value = x.astype(jnp.float32)
-    peak = jnp.maximum(jnp.max(jnp.abs(value), axis=axis, keepdims=True), Q8_FLOOR)
-    scale = power_of_two_ceiling(peak * jnp.float32(RECIPROCAL_448))
-    codes = round_to_e4m3(jnp.clip(value * (1.0 / scale), -448.0, 448.0))
-    return (codes * scale).astype(x.dtype)
+    # Magnitudes order like their bits, NaN last; maxima of floats lose a NaN on some targets.
+    largest = jnp.max(bits_from_float(value) & 0x7FFFFFFF, axis=axis, keepdims=True)
+    peak = float_from_bits(jnp.maximum(largest, Q8_FLOOR_BITS)) * jnp.float32(RECIPROCAL_448)
+    scale_bits = jnp.minimum((bits_from_float(peak) + 0x007FFFFF) & 0x7F800000, 0x7F000000)
+    # The reciprocal of 2^127 would be a subnormal: an infinite group is halved apart.
+    reciprocal = float_from_bits(jnp.maximum(0x7F000000 - scale_bits, 0x00800000))
+    scaled = value * reciprocal * jnp.where(scale_bits == 0x7F000000, 0.5, 1.0)
+    # Comparisons and not `clip`, whose minima lose a NaN.
+    scaled = jnp.where(scaled > 448.0, 448.0, jnp.where(scaled < -448.0, -448.0, scaled))
+    values = round_to_e4m3(scaled) * float_from_bits(scale_bits)
+    return jnp.where(peak == peak, values, jnp.float32(jnp.nan)).astype(x.dtype)
 
 
 def fake_q8(x: Array) -> Array:

@@ -220,6 +220,22 @@ def triton() -> types.ModuleType:
         return importlib.import_module("jax.experimental.pallas.triton")
 
 
+def int_operand(x: jax.Array | int) -> jax.Array:
+    """An integer as a kernel reads it: [1] int32."""
+    return jnp.asarray(x, jnp.int32).reshape(1)
+
+
+def with_layer(layer: jax.Array | int | None, *weights: Any) -> tuple[Any, ...]:
+    """(`int_operand` of the layer, *weights) where kernels read one layer of stacks [layers, ...].
+
+    Args:
+      layer: of the stacks; None where `weights` (arrays or pytrees of them) are one layer's and become stacks of one.
+    """
+    if layer is None:
+        layer, weights = 0, jax.tree.map(lambda weight: weight[None], weights)
+    return (int_operand(layer), *weights)
+
+
 def triton_call(
     kernel: Callable[..., None],
     out_shape: Any,

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.rotation import rotate
 from training.straight_through import contract
-from v41jax.layers.rope import RopeTable, rotate
+from v41jax.layers.rope import RopeTable
 
 Array = jax.Array
 Masters = dict[str, Array]
@@ -74,7 +75,7 @@ def baseline_logits(masters: Masters, table: RopeTable, token_ids: Array, config
     for layer in range(config.layers):
         prefix = f"layers.{layer}"
         qkv = product(norm(x, f"{prefix}.attention_norm"), f"{prefix}.qkv.weight").reshape(-1, 3, heads, width)
-        query, key = rotate(qkv[:, 0], angles), rotate(qkv[:, 1], angles)
+        query, key = rotate(qkv[:, 0], *angles), rotate(qkv[:, 1], *angles)
         parts = (part.reshape(batch, length, heads, width) for part in (query, key, qkv[:, 2]))
         mixed = jax.nn.dot_product_attention(*parts, is_causal=True)
         x = x + product(mixed.reshape(batch * length, -1), f"{prefix}.out.weight")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantized_rows.xla import swiglu
+from pallas_kernels.rotation import rotate
 from pallas_kernels.rounding import round_to
 from training.mixing import mixes
 from training.straight_through import contract, fake_table, linear, q4m, q4n, q8
@@ -23,7 +24,7 @@ from v41jax.layers.hyper_connections import Mixes, MixWeights, collapse, expand
 from v41jax.layers.linear import LinearWeight
 from v41jax.layers.moe import RouterWeights, Routing, route
 from v41jax.layers.norm import rms_norm
-from v41jax.layers.rope import RopeTable, rotate
+from v41jax.layers.rope import RopeTable
 from v41jax.precision import Precision
 
 Array = jax.Array
@@ -111,18 +112,18 @@ def project(layer: Layer, normalized: Array, angles: RopeTable) -> Projections:
     quantized = layer.q8(normalized)
     latent = layer.q8(layer.norm(linear(quantized, layer.get("attn.wq_a.weight")), "attn.q_norm"))
     query = linear(latent, layer.get("attn.wq_b.weight")).reshape(-1, text.num_attention_heads, text.head_dim)
-    return Projections(latent, rotate(query, angles), window_keys(layer, quantized, angles))
+    return Projections(latent, rotate(query, *angles), window_keys(layer, quantized, angles))
 
 
 def window_keys(layer: Layer, quantized: Array, angles: RopeTable) -> Array:
     """Window rows of quantized rows [N, D]: [N, d] after their Q8."""
-    return layer.q8(rotate(layer.norm(linear(quantized, layer.get("attn.wkv.weight")), "attn.kv_norm"), angles))
+    return layer.q8(rotate(layer.norm(linear(quantized, layer.get("attn.wkv.weight")), "attn.kv_norm"), *angles))
 
 
 def output(layer: Layer, heads: Array, angles: RopeTable) -> Array:
     """Inverse rotation and grouped projection: [N, H, d] -> [N, D]."""
     text = layer.text
-    turned = rotate(heads, RopeTable(angles.cos, -angles.sin))
+    turned = rotate(heads, angles.cos, -angles.sin)
     grouped = turned.reshape(heads.shape[0], text.o_groups, -1)
     weight = layer.get("attn.wo_a.weight").reshape(text.o_groups, text.o_lora_rank, -1)
     low = round_to(contract("ngi,goi->ngo", grouped, weight), heads.dtype)
@@ -201,8 +202,8 @@ def publish(layer: Layer, latent: Array, angles: RopeTable) -> Compressed:
     tiled = RopeTable(jnp.tile(angles.cos, (batch, 1)), jnp.tile(angles.sin, (batch, 1)))
     rows = latent.reshape(-1, width)
     key = linear(jax.lax.stop_gradient(rows), layer.get("attn.indexer.wk.weight"))
-    key = layer.q4m(rotate(layer.norm(key, "attn.indexer.k_norm"), tiled))
-    entries = layer.q4n(rotate(rows, tiled))
+    key = layer.q4m(rotate(layer.norm(key, "attn.indexer.k_norm"), *tiled))
+    entries = layer.q4n(rotate(rows, *tiled))
     return Compressed(entries.reshape(batch, count, -1), key.reshape(batch, count, -1))
 
 
@@ -227,7 +228,7 @@ def index_scores(
     heads, width = text.index_n_heads, text.index_head_dim
     flat = jax.lax.stop_gradient(latent).reshape(batch * rows, -1)
     query = linear(flat, layer.get("attn.indexer.wq_b.weight")).reshape(batch * rows, heads, width)
-    query = layer.q4m(rotate(query, angles)).reshape(batch, rows * heads, width)
+    query = layer.q4m(rotate(query, *angles)).reshape(batch, rows * heads, width)
     scale = width**-0.5 * heads**-0.5
     source = jax.lax.stop_gradient(normalized).reshape(batch * rows, -1)
     factors = linear(source, layer.get("attn.indexer.weights_proj.weight"))

@@ -182,8 +182,7 @@ def block_scaled_linears(
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """See `pallas_kernels.block_scaled_linear`; `unsupported` has been asked."""
-    if layer is None:
-        weights, layer = [(codes[None], scales[None]) for codes, scales in weights], 0
+    layer, *weights = backend.with_layer(layer, *weights)
     (rows, inputs), count = x.shape, len(weights)
     outputs = weights[0][0].shape[1]
     if rows == 0:
@@ -218,7 +217,7 @@ def block_scaled_linears(
         num_stages=config.num_stages,
         interpret=interpret,
         name="block_scaled_linear",
-    )(operand, jnp.asarray(layer, jnp.int32).reshape(1), *operands)
+    )(operand, layer, *operands)
     if config.splits == 1:
         return tuple(product[None] if parts else product for product in products)
     return tuple(product if parts else jnp.sum(product, axis=0).astype(x.dtype) for product in products)

@@ -78,8 +78,7 @@ def grouped_linear(
     interpret: bool = False,
 ) -> Array:
     """See `pallas_kernels.grouped_linear`; `unsupported` has been asked."""
-    if layer is None:
-        weight, layer = weight[None], 0
+    layer, weight = backend.with_layer(layer, weight)
     rows, groups, inputs = x.shape
     outputs = weight.shape[2]
     config = config or config_for(rows, groups, outputs, inputs, backend.current_target().generation)
@@ -126,4 +125,4 @@ def grouped_linear(
         num_stages=config.num_stages,
         interpret=interpret,
         name="grouped_linear",
-    )(x, weight, jnp.asarray(layer, jnp.int32).reshape(1))
+    )(x, weight, layer)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.rotation import rotate
 from pallas_kernels.rounding import round_to
 from v41jax.quantization import pack_nibbles, quantize_index_key_fp8, quantize_q4m
 
@@ -17,11 +18,7 @@ def rotated_key(keys: Array, norm: Array, cos: Array, sin: Array, epsilon: float
     value = keys.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(value), axis=-1, keepdims=True) + epsilon)
     normed = round_to(norm.astype(jnp.float32) * (value * scale), keys.dtype)
-    still = keys.shape[-1] - 2 * cos.shape[-1]
-    pairs = normed[:, still:].astype(jnp.float32).reshape(keys.shape[0], -1, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return jnp.concatenate([normed[:, :still], round_to(rotated.reshape(keys.shape[0], -1), keys.dtype)], axis=1)
+    return rotate(normed, cos, sin)
 
 
 def stored_key(key: Array, index_format: str) -> tuple[Array, Array | None]:

@@ -10,20 +10,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import (
-    Q8_FLOOR,
-    Q8_GROUP,
-    RECIPROCAL_448,
-    bits_from_float,
-    float_from_bits,
-    round_to_bfloat16,
-    round_to_e4m3,
-)
+from pallas_kernels.arithmetic import Q8_GROUP, fake_q8_group, round_to_bfloat16
 from pallas_kernels.grouped_experts.triton_parts import place_by_code
 from pallas_kernels.grouped_experts.widening import CODES, OPERAND_POWER
 from pallas_kernels.quantized_rows.types import QuantizedRows
@@ -38,7 +29,6 @@ MOST_WIDTH = 2**14
 BLOCK = 1024
 """Columns of a block."""
 WARPS = 8
-FLOOR_BITS = int(np.float32(Q8_FLOOR).view(np.int32))
 
 
 def preferred(rows: int) -> bool:
@@ -83,9 +73,9 @@ def collapsed_rows(
         values = [block(first) for first in columns.firsts]
         return _normalized(values, columns, weight_ref, layer_ref[0], epsilon, dtype)
 
-    return _call(
-        make, "collapsed_rows", rows, width, dtype, quantize, codes, interpret, streams, pre_mix, *_stack(weight, layer)
-    )
+    layer, weight = backend.with_layer(layer, weight)
+    operands = streams, pre_mix, weight, layer
+    return _call(make, "collapsed_rows", rows, width, dtype, quantize, codes, interpret, *operands)
 
 
 @backend.traced_once
@@ -106,7 +96,8 @@ def normalized_rows(
         values = [_summed(parts_ref, columns, first, dtype) for first in columns.firsts]
         return _normalized(values, columns, weight_ref, layer_ref[0], epsilon, dtype)
 
-    return _call(make, "normalized_rows", rows, width, dtype, quantize, False, interpret, parts, *_stack(weight, layer))
+    layer, weight = backend.with_layer(layer, weight)
+    return _call(make, "normalized_rows", rows, width, dtype, quantize, False, interpret, parts, weight, layer)
 
 
 @backend.traced_once
@@ -196,7 +187,7 @@ def _call(
         operand_refs, (rounded_ref, quantized_ref, lanes_ref, *codes_ref) = refs[: len(operands)], refs[len(operands) :]
         columns = _Columns(width)
         for first, rounded in zip(columns.firsts, make(columns, *operand_refs), strict=True):
-            quantized = _fake_q8(rounded) if quantize else rounded
+            quantized = fake_q8_group(rounded) if quantize else rounded
             columns.store(rounded_ref, first, rounded, lambda place: place)
             columns.store(quantized_ref, first, quantized, lambda place: place)
             columns.store(lanes_ref, first, quantized, place_in_lanes)
@@ -213,13 +204,6 @@ def _call(
         name=name,
     )(*operands)
     return QuantizedRows(*results)
-
-
-def _stack(weight: Array, layer: Array | int | None) -> tuple[Array, Array]:
-    """[layers, K] and the layer as operands."""
-    if layer is None:
-        weight, layer = weight[None], 0
-    return weight, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def _summed(ref: object, columns: _Columns, first: int, dtype: jnp.dtype) -> Array:
@@ -253,16 +237,3 @@ def _gated(gate: Array, up: Array, limit: float) -> Array:
 def _round(value: Array, dtype: jnp.dtype) -> Array:
     """float32 values rounded to `dtype`, as float32."""
     return round_to_bfloat16(value) if dtype == jnp.bfloat16 else value
-
-
-def _fake_q8(value: Array) -> Array:
-    """Fake Q8 of [groups, 32] float32, NaN and infinities as `v41jax.quantization.fake_q8` has them."""
-    # Magnitudes order like their bits, NaN last; maxima of floats lose a NaN.
-    largest = jnp.max(bits_from_float(value) & 0x7FFFFFFF, axis=1)[:, None]
-    peak = float_from_bits(jnp.maximum(largest, FLOOR_BITS)) * jnp.float32(RECIPROCAL_448)
-    scale_bits = jnp.minimum((bits_from_float(peak) + 0x007FFFFF) & 0x7F800000, 0x7F000000)
-    reciprocal = float_from_bits(jnp.maximum(0x7F000000 - scale_bits, 0x00800000))
-    scaled = value * reciprocal * jnp.where(scale_bits == 0x7F000000, 0.5, 1.0)
-    scaled = jnp.where(scaled > 448.0, 448.0, jnp.where(scaled < -448.0, -448.0, scaled))
-    values = round_to_e4m3(scaled) * float_from_bits(scale_bits)
-    return jnp.where(peak == peak, values, jnp.float32(jnp.nan))

@@ -80,8 +80,7 @@ def route(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.route`; `unsupported` has been asked."""
-    if layer is None:
-        bias, bias_vl, layer = bias[None], bias_vl[None], 0
+    layer, bias, bias_vl = backend.with_layer(layer, bias, bias_vl)
     rows, experts = logits.shape
     block = max(32, 1 << (experts - 1).bit_length())
     triton = backend.triton()
@@ -112,5 +111,5 @@ def route(
         num_stages=1,
         interpret=interpret,
         name="route",
-    )(logits, bias, bias_vl, image_rows, jnp.asarray(layer, jnp.int32).reshape(1))
+    )(logits, bias, bias_vl, image_rows, layer)
     return ids, weights

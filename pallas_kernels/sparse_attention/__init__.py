@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from pallas_kernels import backend
+from pallas_kernels.rotation import rotate
 from pallas_kernels.sparse_attention import tpu, triton, xla
 
 Array = jax.Array
@@ -112,7 +113,7 @@ def sparse_attention(
         kernel = functools.partial(kernel, ring_offset=ring_offset, layer=layer, rotate_query=rotate_query)
     else:
         sink = sink if layer is None else lax.dynamic_index_in_dim(sink, layer, keepdims=False)
-        query = xla.rotate(query, cos, sin) if rotate_query else query
+        query = rotate(query, cos, sin) if rotate_query else query
         slots = slots + ring_offset
     run = {
         "xla": xla.sparse_attention,

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1, scaled_e4m3
-from pallas_kernels.sparse_attention.xla import SCORE_FLOOR, rotate
+from pallas_kernels.rotation import rotate
+from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
 
 Array = jax.Array
 
@@ -416,12 +417,7 @@ def sparse_attention(
     config = config or config_for(rows, heads, width, listed, backend.current_target().generation)
     if rotate_query and config.heads > MOST_ROTATED:
         query, rotate_query = rotate(query, cos, sin), False
-    if layer is None:
-        sink, layer = sink[None], 0
-
-    def scalar(x: Array | int) -> Array:
-        return jnp.asarray(x, jnp.int32).reshape(1)
-
+    layer, sink = backend.with_layer(layer, sink)
     # Arrays of no elements stand for lists that are not there; the kernel never reads the stand-ins.
     one_row = jnp.zeros((1, 1), jnp.int32)
     geometry = _Geometry(
@@ -455,8 +451,8 @@ def sparse_attention(
         in_forward_row,
         cos,
         sin,
-        scalar(ring_offset),
-        scalar(layer),
+        backend.int_operand(ring_offset),
+        layer,
     )
     head_blocks = -(-heads // config.heads)
     out = jax.ShapeDtypeStruct((rows, heads, width), query.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arithmetic import decode_main_row, decode_window_row
+from pallas_kernels.rotation import rotate
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stored_rows import load_rows
 
@@ -19,30 +20,6 @@ QUERY_TILE = 32
 
 SCORE_FLOOR = -1e30
 """Where the running maximum starts: finite, so that a row without keys does not subtract infinities."""
-
-
-def rotate_back(x: Array, cos: Array, sin: Array) -> Array:
-    """Undoes RoPE on the last 2 x [..., dr/2] dims, adjacent pairs; float32 inside, rounded to x's dtype.
-
-    x: [N, H, d] activation dtype; cos, sin: [N, dr/2] float32.
-    """
-    rotated = 2 * cos.shape[-1]
-    kept, tail = x[..., :-rotated], x[..., -rotated:].astype(jnp.float32)
-    first, second = tail[..., 0::2], tail[..., 1::2]
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    pairs = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return jnp.concatenate([kept, round_to(pairs.reshape(tail.shape), x.dtype)], axis=-1)
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """RoPE on the last 2 x [..., dr/2] dims of x [N, H, d], float32 inside, rounded to x's dtype."""
-    rotated = 2 * cos.shape[-1]
-    kept, tail = x[..., :-rotated], x[..., -rotated:].astype(jnp.float32)
-    pairs = tail.reshape(*tail.shape[:-1], -1, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return jnp.concatenate([kept, round_to(turned.reshape(tail.shape), x.dtype)], axis=-1)
 
 
 def sparse_attention(
@@ -97,7 +74,7 @@ def sparse_attention(
         valid &= live[:, None]
         keys = jnp.where(valid[..., None], keys, 0)
         out = _softmax_product(query, keys, valid, sink, scale)
-        return jnp.where(live[:, None, None], rotate_back(out, cos, sin), 0)
+        return jnp.where(live[:, None, None], rotate(out, cos, -sin), 0)
 
     operands = (
         query,

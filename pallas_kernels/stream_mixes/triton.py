@@ -52,9 +52,7 @@ def stream_mixes(
 ) -> tuple[Array, Array, Array]:
     """See `pallas_kernels.stream_mixes`; `projects` has been asked."""
     rows, count, width = streams.shape
-    if layer is None:
-        fn, base, scale, layer = fn[None], base[None], scale[None], 0
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    layer, fn, base, scale = backend.with_layer(layer, fn, base, scale)
     parts = projection_parts(streams.reshape(rows, -1), fn, layer, interpret=interpret)
     outputs, inner, triton = fn.shape[1], count * width, backend.triton()
 

@@ -61,14 +61,10 @@ def window_key_write(
     count, width = latents.shape
     if count == 0:
         return window
-    if layer is None:
-        norm, layer = norm[None], 0
+    layer, norm = backend.with_layer(layer, norm)
     rings, ring, _ = window.shape
     still = width - 2 * cos.shape[1]
     triton = backend.triton()
-
-    def scalar(x: Array | int) -> Array:
-        return jnp.asarray(x, jnp.int32).reshape(1)
 
     def kernel(
         latents_ref,
@@ -145,7 +141,7 @@ def window_key_write(
         batch_ids,
         positions,
         slots,
-        scalar(ring_offset),
-        scalar(layer),
+        backend.int_operand(ring_offset),
+        layer,
         window,
     )

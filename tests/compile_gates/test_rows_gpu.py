@@ -1,19 +1,25 @@
-"""Every GPU kernel on single rows becomes a code object of every target and keeps its row in registers."""
+"""Every GPU kernel of a row's small steps becomes one code object of every target and keeps its row in registers."""
 
 import pytest
 
-from tests.compile_gates import gpu
-from tests.compile_gates.row_builds import gpu_builds
+from tests.compile_gates import decode_builds, gpu, row_builds
 
 pytestmark = pytest.mark.skipif(gpu.unavailable() is not None, reason=str(gpu.unavailable()))
 
-BUILDS = {build.name: build for build in gpu_builds()}
+BUILDS = {build.name: build for build in (*row_builds.gpu_builds(), *decode_builds.gpu_builds())}
 
 
 @pytest.mark.parametrize("target", gpu.TARGETS)
 @pytest.mark.parametrize("name", BUILDS)
 def test_kernel_compiles_within_the_target(name, target):
     build = BUILDS[name]
-    for kernel in gpu.compile_for_gpu(build.function, build.arguments, target):
-        assert kernel.shared_bytes <= gpu.SHARED_LIMIT[target]
-        assert kernel.spills == 0, f"{kernel.name} spills {kernel.spills} bytes a thread"
+    [kernel] = gpu.compile_for_gpu(build.function, build.arguments, target)
+    assert kernel.shared_bytes <= gpu.SHARED_LIMIT[target]
+    assert kernel.spills == 0, f"{kernel.name} spills {kernel.spills} bytes a thread"
+
+
+def test_the_router_meets_no_barrier():
+    """Its warp reduces with one instruction and shares nothing."""
+    build = next(build for name, build in BUILDS.items() if name.startswith("route"))
+    [kernel] = gpu.compile_for_gpu(build.function, build.arguments, "sm_90")
+    assert "redux.sync" in kernel.assembly and "bar.sync" not in kernel.assembly and kernel.shared_bytes == 0

@@ -7,12 +7,15 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def chromium() -> str | None:
@@ -114,11 +117,31 @@ def page() -> Iterator[Page]:
             pass_fds=(into_read, out_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(into_read)
         os.close(out_write)
         try:
             yield Page(process, into_write, out_read)
         finally:
-            process.terminate()
-            process.wait(20)
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the browser and all of its group: what it started outlives it by a moment and writes to its profile."""
+    process.terminate()
+    process.wait(20)
+    end = time.monotonic() + 20
+    while running := [other.pid for other in psutil.process_iter() if _runs_in(process.pid, other)]:
+        assert time.monotonic() < end, f"processes of the browser go on: {running}"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _runs_in(group: int, process: psutil.Process) -> bool:
+    """Whether a process of the group can still write; one that waits to be reaped cannot."""
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False

@@ -235,10 +235,11 @@ def drive(
     *,
     max_steps: int = 5_000,
 ) -> Report:
-    """As `play`, for any engine loop that has what is used of `Driver` here."""
+    """As `play`, for any engine loop that has what is used of `Driver` here; `shards` are disturbed each by itself."""
     rng = random.Random(scenario.seed ^ 0x5EED)
     scheduler = driver.scheduler
-    rules = scheduler.rules
+    shards = getattr(driver, "shards", (driver,))
+    rules = [shard.scheduler.rules for shard in shards]
     last_event = max(max(request.arrival, request.abort or 0) for request in scenario.requests)
     for step in range(max_steps):
         for request in scenario.requests:
@@ -248,16 +249,19 @@ def drive(
                 scheduler.abort(request.request_id)
         if step > last_event and not scheduler.has_work:
             break
-        if scenario.ragged:
-            scheduler.rules = dataclasses.replace(rules, cap=rng.choice((1, 3, 7, 32, rng.randint(1, 70))))
-        disturb(scenario, scheduler, rng)
+        for shard, rule in zip(shards, rules, strict=True):
+            if scenario.ragged:
+                shard.scheduler.rules = dataclasses.replace(rule, cap=rng.choice((1, 3, 7, 32, rng.randint(1, 70))))
+            disturb(scenario, shard.scheduler, rng)
         driver.step()
     else:
         raise AssertionError(f"seed {scenario.seed}: busy after {max_steps} steps: {scheduler.statistics()}")
-    if driver.checker:
-        driver.checker.drained()
+    for shard in shards:
+        if shard.checker:
+            shard.checker.drained()
+    of_one = dataclasses.replace(scenario, config=scenario.config.of_shard())
     for request in scenario.requests:
-        check_outcome(scenario, request, driver.finished[request.request_id], expected)
+        check_outcome(of_one, request, driver.finished[request.request_id], expected)
     return Report(
         finished=driver.finished,
         statistics=scheduler.statistics(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from scheduler.sequence import Sequence
 from scheduler.sharded import ShardedScheduler
 from scheduler.sharded_batch import first_rows, output_places, request_places, row_places
 from tests.helpers.driver import Driver, Finished
-from tests.helpers.scenario import Report, Scenario, check_outcome, disturb
+from tests.helpers.scenario import Report, Scenario, drive
 from tests.helpers.stub_engine import make_stub
 from tests.helpers.stub_runner import compress_ids, expected_tokens
 
@@ -169,37 +168,10 @@ def make_sharded(scenario: Scenario, drafter=None) -> ShardedDriver:
 def play_sharded(scenario: Scenario, drafter=None, max_steps=5_000) -> tuple[Report, ShardedDriver]:
     """As `scenario.play`, over the shards of the scenario's mesh."""
     driver = make_sharded(scenario, drafter)
-    rng = random.Random(scenario.seed ^ 0x5EED)
-    scheduler = driver.scheduler
-    rules = [shard.rules for shard in scheduler.shards]
-    last_event = max(max(request.arrival, request.abort or 0) for request in scenario.requests)
-    for step in range(max_steps):
-        for request in scenario.requests:
-            if request.arrival == step:
-                driver.add(request.request_id, request.prompt, request.sampling, request.images)
-            if request.abort == step:
-                scheduler.abort(request.request_id)
-        if step > last_event and not scheduler.has_work:
-            break
-        for shard, rule in zip(scheduler.shards, rules, strict=True):
-            if scenario.ragged:
-                shard.rules = dataclasses.replace(rule, cap=rng.choice((1, 3, 7, 32, rng.randint(1, 70))))
-            disturb(scenario, shard, rng)
-        driver.step()
-    else:
-        raise AssertionError(f"seed {scenario.seed}: busy after {max_steps} steps: {scheduler.statistics()}")
-    driver.drained()
-    one = dataclasses.replace(scenario, config=scenario.config.of_shard())
-    for request in scenario.requests:
-        check_outcome(one, request, driver.finished[request.request_id], _expected)
-    report = Report(
-        finished=driver.finished,
-        statistics=scheduler.statistics(),
-        stores=sum(len(batch.ops.stores) for batch in driver.log),
-        restores=sum(len(batch.ops.restores) for batch in driver.log),
+    report = drive(
+        scenario,
+        driver,
+        lambda request, count: expected_tokens(request.prompt, request.images, count),
+        max_steps=max_steps,
     )
     return report, driver
-
-
-def _expected(request, count):
-    return expected_tokens(request.prompt, request.images, count)

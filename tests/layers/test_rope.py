@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from v41jax.layers.rope import RopeTable, at_positions, build_table, plain_frequencies, rotate, yarn_frequencies
+from pallas_kernels.rotation import rotate
+from v41jax.layers.rope import RopeTable, at_positions, build_table, plain_frequencies, yarn_frequencies
 from v41jax.presets import preset
 
 YARN = """
@@ -49,7 +50,7 @@ def test_only_the_trailing_pairs_rotate():
     table = build_table(plain_frequencies(100.0, 4), 8)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 10)), jnp.float32)
     angles = at_positions(table, jnp.array([0, 5, 7]))
-    y = np.asarray(rotate(x, angles))
+    y = np.asarray(rotate(x, *angles))
     assert np.array_equal(y[..., :6], x[..., :6]) and np.array_equal(y[0], x[0])
     for row, position in enumerate((0, 5, 7)):
         for pair in range(2):

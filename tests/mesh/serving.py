@@ -20,10 +20,11 @@ PREFIX = 64
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
-    """Three prompts, two of them with a common prefix of two pages."""
+    """Four prompts, three of them with a common prefix of two pages."""
     random = np.random.default_rng(3)
     first = random.integers(3, vocabulary - 10, 90).tolist()
-    return [first, random.integers(3, vocabulary - 10, 37).tolist(), first[:PREFIX] + first[5:30]]
+    hits = [first[:PREFIX] + first[5:30], first[:PREFIX] + first[8:20]]
+    return [first, random.integers(3, vocabulary - 10, 37).tolist(), *hits]
 
 
 def options(name: str) -> EngineConfig:
@@ -44,13 +45,13 @@ def options(name: str) -> EngineConfig:
 
 
 def serve(engine: Engine) -> dict[str, object]:
-    """Runs the prompts, the last one after the others."""
+    """Runs the prompts, two and two: both steps of prefill finish two requests, which is one program."""
     vocabulary = engine.core.runner.setup.config.text.vocab_size
-    first, second, third = prompts(vocabulary)
+    first, second, *hits = prompts(vocabulary)
     greedy = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     drawn = SamplingParams(max_tokens=5, temperature=1.0, seed=9, ignore_eos=True, logit_bias=((7, 1.0),))
     results = engine.generate([engine.prompt(first, greedy), engine.prompt(second, drawn)])
-    results += engine.generate([engine.prompt(third, greedy)])
+    results += engine.generate([engine.prompt(hit, greedy) for hit in hits])
     return {
         "tokens": [list(result.tokens) for result in results],
         "cached": [result.cached_tokens for result in results],

@@ -11,7 +11,7 @@ from tests.mesh.conftest import SERVED
 def test_served_tokens_are_those_of_one_device(served, mesh):
     assert served[mesh]["tokens"] == served["1"]["tokens"]
     assert served[mesh]["cached"] == served["1"]["cached"]
-    assert served["1"]["cached"][2] > 0, "the last prompt reuses pages of the first"
+    assert min(served["1"]["cached"][2:]) > 0, "the last prompts reuse pages of the first"
 
 
 def test_a_device_holds_its_part_of_the_weights(served):

@@ -1,16 +1,34 @@
 """The kernels' arithmetic against the codecs of `v41jax.quantization_numpy`, to the bit and over every code."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from pallas_kernels import arithmetic
+from pallas_kernels.quantized_rows import summed_rows
+from v41jax import quantization as codecs
 from v41jax import quantization_numpy as quantization
 
 
 def bits(x):
     return np.asarray(x, np.float32).view(np.uint32)
+
+
+def special_groups(dtype):
+    """[9, 64]: random groups of every magnitude beside zeros of both signs, subnormals, infinities and NaN."""
+    rng = np.random.default_rng(3)
+    x = (rng.normal(size=(9, 64)) * 10.0 ** np.linspace(-40, 36, 9)[:, None]).astype(np.float32)
+    x[:, 32:48] *= np.float32(2.0**-12)
+    x[0, :32], x[0, 3] = 0.0, -0.0
+    x[1, 5], x[2, 40], x[3, 40] = np.nan, np.inf, -np.inf
+    x[4, :] = np.linspace(-1.2e-38, 1.2e-38, 64)
+    x[5, 7], x[5, 8], x[6, 7], x[6, 9] = np.inf, 1e-39, np.nan, np.inf
+    x[7, :4] = [np.finfo(np.float32).max, 1e-39, -1e-39, -np.inf]
+    return jnp.asarray(x, dtype)
 
 
 def test_every_code_of_every_format_decodes_exactly():
@@ -45,6 +63,19 @@ def test_fake_q8_equals_the_codec_for_every_block_peak():
             np.asarray(jax.jit(arithmetic.fake_q8)(values)).astype(np.float32),
             quantization.fake_q8(values).astype(np.float32),
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_fake_q8_equals_the_codec_where_values_are_no_numbers_or_next_to_none(dtype):
+    x = special_groups(dtype)
+    expected = bits(jax.jit(codecs.fake_q8)(x))
+    assert np.isnan(expected.view(np.float32)).any() and np.isinf(expected.view(np.float32)).any()
+    np.testing.assert_array_equal(bits(jax.jit(arithmetic.fake_q8)(x)), expected)
+    groups = x.reshape(-1, arithmetic.Q8_GROUP)
+    along = jax.jit(functools.partial(arithmetic.fake_q8_group, axis=0))(groups.T)
+    np.testing.assert_array_equal(bits(along).T.reshape(x.shape), expected)
+    in_kernel = summed_rows(x[None].astype(jnp.float32), quantize=True, dtype=dtype, implementation="pallas")
+    np.testing.assert_array_equal(bits(in_kernel.quantized), expected)
 
 
 def test_halves_of_an_expert_matrix_are_its_columns_even_first():

@@ -1,5 +1,6 @@
 """Every implementation of `grouped_experts` against an oracle that walks rows and experts one at a time."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from pallas_kernels.grouped_experts import ExpertWeights, blocks, dense, grouped
 from pallas_kernels.grouped_experts.triton_parts import operand_of
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
+from v41jax import quantization_numpy as quantization
 
 
 def run(case, *, dequantized=None, swiglu_limit=10.0, quantize_hidden=True, **options):
@@ -203,6 +205,37 @@ def run_on_tpu(case, **options):
     options = {"swiglu_limit": 10.0, "quantize_hidden": True, **options}
     call = functools.partial(tpu.grouped_experts, **options, interpret=True)
     return np.asarray(jax.jit(call)(*case.arrays(), valid=jnp.asarray(case.valid)))
+
+
+UNCLAMPED = {"swiglu_limit": 0.0}
+IMPLEMENTATIONS = {
+    "xla": lambda case: run(case, implementation="xla", **UNCLAMPED),
+    "every expert": lambda case: run(case, dequantized=jnp.bfloat16, implementation="xla", **UNCLAMPED),
+    "gpu": lambda case: run_on_gpu(case, SMALL_TILES, **UNCLAMPED),
+    "gpu, wide weights": lambda case: run_on_gpu(case, WIDE_TILES, **UNCLAMPED),
+    "tpu": lambda case: run_on_tpu(case, **UNCLAMPED),
+}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_hidden_values_that_are_no_numbers_are_quantized_as_the_codec_does(name):
+    """Row 0 overflows in one hidden value: its group is that infinity and zeros. Row 1 is NaN, row 2 is subnormal."""
+    case = expert_case(1, rows=4, experts=2, chosen=1, width=64, hidden=64, dtype=jnp.bfloat16, poison_unused=False)
+    assert dense.pays(*case.expert_ids.shape, 2)
+    # Gate and up: six in the even columns of hidden value 5, one in the odd columns of the others.
+    only = np.full((2, 64, 32), 0x20, np.uint8)
+    only[:, 5] = 0x07
+    ones = [ExpertWeights(jnp.asarray(only), jnp.full((2, 64, 2), 127, jnp.uint8))] * 2
+    ones.append(ExpertWeights(jnp.full((2, 64, 32), 0x22, jnp.uint8), jnp.full((2, 64, 2), 127, jnp.uint8)))
+    decoded = tuple(quantization.dequantize_expert(np.asarray(part), np.asarray(scales)) for part, scales in ones)
+    x = np.zeros_like(case.x)
+    x[0, 0], x[1:, 1] = 1e30, 1.0
+    case = dataclasses.replace(case, x=x, stored=tuple(ones), decoded=decoded)
+    case.weights[:, 0] = [1.0, np.nan, 1e-39, 1.0]
+    values = IMPLEMENTATIONS[name](case)
+    one = np.float32(quantization.fake_q8(np.full(32, 1 / (1 + np.exp(-1.0)), np.float32))[0])
+    np.testing.assert_array_equal(values[:3, 0], [np.inf, np.nan, 0.0])
+    np.testing.assert_allclose(values[3], 63 * one, rtol=2.0**-8)
 
 
 @pytest.mark.parametrize("rows", [3, 40])

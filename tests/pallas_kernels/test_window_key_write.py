@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backend
+from pallas_kernels.rotation import rotate
 from pallas_kernels.window_key_write import window_key_write
 from v41jax.layers.norm import rms_norm
-from v41jax.layers.rope import RopeTable, rotate
 from v41jax.quantization import fake_q8, quantize_q8
 
 WIDTH, PAIRS, RING, RINGS, OFFSET, LAYERS = 64, 8, 5, 12, 6, 3
@@ -54,7 +54,7 @@ def places(arrays):
 def unfused(arrays, window_format):
     """Rows as the layers make them one after the other."""
     latents, norm, cos, sin = arrays[:4]
-    keys = rotate(rms_norm(latents, norm[1], EPSILON), RopeTable(cos, sin))
+    keys = rotate(rms_norm(latents, norm[1], EPSILON), cos, sin)
     if window_format == "fp8":
         return np.concatenate(quantize_q8(keys), axis=1)
     return np.asarray(fake_q8(keys) if window_format == "bf16" else keys)

@@ -11,7 +11,7 @@ from pallas_kernels.stream_mixes.xla import coefficients
 from training.mixing import normalized
 
 
-@pytest.mark.parametrize(("rows", "streams", "iterations"), [(37, 4, 8), (1, 2, 3), (64, 3, 1)])
+@pytest.mark.parametrize(("rows", "streams", "iterations"), [(37, 4, 4), (1, 2, 3), (64, 3, 1)])
 def test_values_and_derivatives_are_those_of_the_definition(rows: int, streams: int, iterations: int) -> None:
     random = np.random.default_rng(rows)
     width = 2 * streams + streams**2

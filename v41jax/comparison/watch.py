@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from pallas_kernels.sparse_attention.xla import rotate
-from v41jax import model
+from pallas_kernels.rotation import rotate
+from v41jax import attention_sublayer, model
 from v41jax.config import CandidateRole
 from v41jax.layers import attention, compressor, engram, indexer, moe
 
@@ -93,18 +93,18 @@ TAPS: tuple[Tap, ...] = (
     Tap(compressor, "encode_index_key", _argument(0, "index_key")),
     Tap(model, "window_rows", _result("window_kv")),
     Tap(model, "mixes", _mixes),
-    Tap(model, "query_latent", _rounded("low_rank_query")),
+    Tap(attention_sublayer, "query_latent", _rounded("low_rank_query")),
     Tap(
-        model,
+        attention_sublayer,
         "index_queries",
         lambda call, args, kwargs, result: {"index_query": result[0], "index_head_weights": result[1]},
     ),
     Tap(indexer, "index_scores", _result("index_scores")),
     Tap(indexer, "candidate_scores", _candidate_scores),
-    Tap(model, "select", _select),
+    Tap(attention_sublayer, "select", _select),
     Tap(attention, "sparse_attention", _sparse_attention),
     Tap(attention, "summed_rows", _rounded("grouped_output")),
-    Tap(model, "attend", _attend),
+    Tap(attention_sublayer, "attend", _attend),
     Tap(model, "expand", _expand),
     Tap(moe, "product", _result("router_logits")),
     Tap(moe, "route", _router),

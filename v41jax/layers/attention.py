@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_linear import grouped_linear
 from pallas_kernels.quantized_rows import QuantizedRows, normalized_rows, summed_rows
+from pallas_kernels.rotation import rotate
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.window_key_write import window_key_write
 from pallas_kernels.window_key_write.xla import store
 from v41jax.config import TextConfig
 from v41jax.layers.linear import LinearWeight, linear, linear_parts
 from v41jax.layers.norm import rms_norm
-from v41jax.layers.rope import RopeTable, rotate
+from v41jax.layers.rope import RopeTable
 from v41jax.layers.rows import Requests, Rows
 from v41jax.layers.stacks import OfRun, stack_and_layer, weight_of
 from v41jax.precision import Precision
@@ -106,7 +107,7 @@ def window_rows(
 ) -> Array:
     """Window keys before their Q8: [N, D] input, after its Q8 -> [N, d] activation dtype, rotated."""
     latents = window_latents(inputs, weights, kernels)
-    return rotate(rms_norm(latents, weight_of(weights.kv_norm), text.rms_norm_eps), angles)
+    return rotate(rms_norm(latents, weight_of(weights.kv_norm), text.rms_norm_eps), *angles)
 
 
 def write_ring(window: Array, kv: Array, rows: Rows, slots: Array, ring_offset: Array, *, window_format: str) -> Array:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rotation import rotate
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stored_rows import store_rows
 from scheduler.batch import CompressionPlan
 from v41jax.config import TextConfig
 from v41jax.layers.linear import product
 from v41jax.layers.norm import rms_norm
-from v41jax.layers.rope import RopeTable, at_positions, rotate
+from v41jax.layers.rope import RopeTable, at_positions
 from v41jax.layers.rows import Requests
 from v41jax.quantization import (
     fake_q4n,
@@ -99,8 +100,8 @@ def compress(
     # A group is rotated at the position of its first token.
     angles = at_positions(table, plan.positions // ratio * ratio)
     key = round_to(product(latent, weights.wk), latent.dtype)
-    key = rotate(rms_norm(key, weights.k_norm, text.rms_norm_eps), angles)
-    main_row = encode_main(rotate(latent, angles), main_format)
+    key = rotate(rms_norm(key, weights.k_norm, text.rms_norm_eps), *angles)
+    main_row = encode_main(rotate(latent, *angles), main_format)
     values, scales = encode_index_key(key, index_format)
 
     pages, rows_per_page = memory.main.shape[:2]

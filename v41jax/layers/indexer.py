@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from pallas_kernels.candidate_scores import candidate_scores
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.quantized_rows import QuantizedRows
+from pallas_kernels.rotation import rotate
 from pallas_kernels.rounding import round_to
 from pallas_kernels.select_candidates import select_candidates
 from pallas_kernels.select_topk import select_topk
 from v41jax.config import CandidateRole, TextConfig
 from v41jax.layers.attention import Selection
 from v41jax.layers.linear import LinearWeight, linear, product
-from v41jax.layers.rope import rotate
 from v41jax.layers.rows import Requests, Rows
 from v41jax.precision import Precision
 
@@ -72,7 +72,7 @@ def index_queries(
     scale = text.index_head_dim**-0.5 * text.index_n_heads**-0.5
     head_weights = round_to(product(normalized, weights.weights_proj), dtype)
     head_weights = round_to(head_weights.astype(jnp.float32) * scale, dtype)
-    return rotate(query, rows.angles(ratio)), head_weights.astype(jnp.float32)
+    return rotate(query, *rows.angles(ratio)), head_weights.astype(jnp.float32)
 
 
 def select(

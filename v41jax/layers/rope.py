@@ -1,6 +1,6 @@
-"""Rotary position embedding: host-built tables, and the rotation of the trailing dimensions of a vector.
+"""Tables of the rotary position embedding, built on the host; `pallas_kernels.rotation` rotates by them.
 
-The tables are built in NumPy because angles reach a million radians, where an accelerator's range reduction is not
+They are built in NumPy because angles reach a million radians, where an accelerator's range reduction is not
 to be trusted and one ulp can flip a later quantization.
 """
 
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.rounding import round_to
 from v41jax.config import TextConfig
 
 Array = jax.Array
@@ -79,25 +78,3 @@ def at_positions(table: RopeTable, positions: Array) -> RopeTable:
     """Rows of the table: `positions` [...] int32, clamped into it -> cos and sin [..., dr / 2]."""
     index = jnp.clip(positions, 0, table.cos.shape[0] - 1)
     return RopeTable(table.cos[index], table.sin[index])
-
-
-def rotate(x: Array, angles: RopeTable) -> Array:
-    """Rotates adjacent pairs of the trailing `dr` dimensions (model specification, "RoPE").
-
-    Args:
-      x: [N, ..., K] activation dtype, K >= dr.
-      angles: cos and sin [N, dr / 2], of the position of each row.
-
-    Returns:
-      Same shape and dtype; float32 inside, one rounding.
-    """
-    half = angles.cos.shape[-1]
-    width = x.shape[-1]
-    middle = (1,) * (x.ndim - 2)
-    cos = angles.cos.reshape(-1, *middle, half)
-    sin = angles.sin.reshape(-1, *middle, half)
-    pairs = x[..., width - 2 * half :].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    rotated = round_to(rotated.reshape(*x.shape[:-1], 2 * half), x.dtype)
-    return jnp.concatenate([x[..., : width - 2 * half], rotated], axis=-1)
