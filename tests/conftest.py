@@ -15,9 +15,6 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 # Programs of tests run for milliseconds and compile for seconds: machine code is not optimized. What XLA fuses, how it
 # rounds and what it copies stay as they are; tests/compile_gates, whose subject is the compiled code, turn it back on.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# XLA's older emitter of fused loops on CPUs: files that compile whole models take up to a third fewer CPU seconds, the
-# one that steps for longest (tests/acceptance/test_preemption.py) a fifth more. Processes that tests start inherit it.
-os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".strip()
 # Small float64 products: a second BLAS thread costs ten times the work it saves, and workers share the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

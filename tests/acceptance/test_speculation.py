@@ -321,13 +321,10 @@ def shallow(tmp_path_factory):
     return path
 
 
-def test_quantized_caches(shallow):
-    """Packed pools and the released precision: what is stored comes back, so the tokens are the same here too.
-
-    Quantized main rows of bfloat16 are implied: `test_model_formats` has the same bits from them, and the other tests
-    here read and write rows that are not packed.
-    """
-    with Pair(shallow, kv_cache_dtype="fp4") as pair:
+@pytest.mark.parametrize("main", ["fp4", "bf16"])
+def test_quantized_caches(shallow, main):
+    """Packed pools and the released precision: what is stored comes back, so the tokens are the same here too."""
+    with Pair(shallow, kv_cache_dtype=main) as pair:
 
         def scenario(session):
             prompt = random_prompt(70, 80)

@@ -229,8 +229,7 @@ def execute(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_two_devices(words: Sequence[str], place: Place) -> None:
     """Runs a command in a process with two virtual devices."""
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.docs.brief", *words[1:]]
     done = subprocess.run(command, env=environment, cwd=place.directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,8 +14,8 @@ def start(module: str, *arguments: object, devices: int = 8, **environment: obje
     """Starts `python -m module arguments` on virtual devices; its output is piped, variables are added."""
     # Compiling takes most of the time, and the programs are small: LLVM need not optimize them.
     flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
+        "--xla_llvm_disable_expensive_passes=true"
     )
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
