@@ -229,6 +229,21 @@ def test_a_process_that_cannot_serve_ends_those_that_could(monkeypatch, refusing
     assert service.lost == service.of_followers == []
 
 
+def test_a_process_that_ends_does_not_take_the_place_of_what_process_0_refuses(monkeypatch):
+    monkeypatch.setattr(multihost, "REFUSAL_S", 1.0)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    service = Service(processes=3)
+    refusing = threading.Thread(target=refuse, args=(service.hosts, ["mesh"]))
+    refusing.start()
+    channel = reach_when_open(service)
+    channel.send(b"[1, {}, []]")
+    channel.receive()  # a sign of life: it is known
+    channel.close()
+    refusing.join(10)
+    assert not refusing.is_alive() and ended == []
+
+
 def test_two_processes_with_one_number_are_refused(monkeypatch):
     monkeypatch.setattr(multihost, "REFUSAL_S", 0.5)
     service = Service(processes=3)

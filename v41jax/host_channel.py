@@ -19,6 +19,7 @@ MAGIC = b"v41jax hosts 1\r\n"
 HANDSHAKE_S = 10.0
 """Seconds that one read of a handshake may take."""
 _NONCE = 32
+_SECRET = 32
 _CODE = hashlib.sha256().digest_size
 _LENGTH = struct.Struct(">Q")
 
@@ -149,7 +150,7 @@ def user_secret() -> bytes:
     """A secret that the processes of one user on one machine share: drawn once, in a file that only the user can read.
 
     Raises:
-      OSError: there can be no such file.
+      OSError: there can be no such file, or it holds no secret.
       PermissionError: others may read it.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -157,14 +158,22 @@ def user_secret() -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     drawn = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     if not path.exists():
-        with open(os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(os.urandom(32))
-        # A link, and not a rename: whoever is second takes the file of the first.
-        with contextlib.suppress(FileExistsError):
-            os.link(drawn, path)
-        drawn.unlink()
+        try:
+            with open(os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(os.urandom(_SECRET))
+                file.flush()
+                os.fsync(file.fileno())
+            # A link, and not a rename: whoever is second takes the file of the first.
+            with contextlib.suppress(FileExistsError):
+                os.link(drawn, path)
+        finally:
+            drawn.unlink(missing_ok=True)
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(13, "others than this user may read or write it: remove it", str(path))
-        return file.read()
+        secret = file.read(_SECRET + 1)
+    if len(secret) != _SECRET:
+        # An empty secret is known to everybody.
+        raise OSError(22, f"does not hold {_SECRET} bytes: remove it", str(path))
+    return secret

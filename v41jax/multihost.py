@@ -302,7 +302,8 @@ def refuse(hosts: Hosts, faults: Sequence[str]) -> None:
     with contextlib.suppress(EOFError, OSError, ValueError):
         meeting = meeting_of(hosts)
         if hosts.process == 0:
-            Followers(hosts, {}, listen(hosts), meeting.secret, faults=faults)
+            # A process that ends meanwhile must not take the place of what this one has to say.
+            Followers(hosts, {}, listen(hosts), meeting.secret, lambda _: None, faults)
             return
         channel = _connect(meeting, REFUSAL_S)
         channel.send(json.dumps((hosts.process, {}, list(faults))).encode())
