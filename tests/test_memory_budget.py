@@ -171,7 +171,7 @@ def test_a_page_that_may_hold_an_image_needs_room_for_it():
     page, image = geometry.page_unit_bytes, geometry.image_bytes
     assert geometry.units_per_image == 1
     assert pages_beside_images(geometry, page + image) == 1
-    with pytest.raises(GeometryError, match="hold no page of [0-9]+ bytes beside a checkpoint image"):
+    with pytest.raises(GeometryError, match=r"hold no page of \d+ bytes beside a checkpoint image"):
         pages_beside_images(geometry, page + image - 1)
 
 

@@ -139,7 +139,7 @@ class Planner:
     def sees(self, parallel: Parallel) -> bool:
         """Whether an engine on a mesh holds the vision tower; the checkpoint is taken to have it."""
         options = self.options(parallel)
-        return accepts_images(options, has_tower=True, several_processes=options.num_processes > 1)
+        return accepts_images(options, has_tower=True, several_processes=options.coordinator is not None)
 
     def held(self, parallel: Parallel) -> Held:
         """Abstract weights, with the shardings of a mesh."""
