@@ -83,6 +83,20 @@ def test_who_connects_and_says_nothing_is_left_after_a_while(listener, monkeypat
     assert isinstance(result[0], TimeoutError)
 
 
+def test_who_says_little_at_a_time_is_left_as_soon(listener, monkeypatch):
+    monkeypatch.setattr(host_channel, "HANDSHAKE_S", 0.3)
+    result = []
+    thread = threading.Thread(target=served, args=(listener, b"a", result))
+    with socket.create_connection(listener.getsockname()) as stranger:
+        thread.start()
+        for _ in range(12):
+            if thread.is_alive():
+                stranger.sendall(b"x")
+            thread.join(0.1)
+        assert not thread.is_alive()
+    assert isinstance(result[0], TimeoutError)
+
+
 @pytest.mark.parametrize("change", ["content", "again", "length"])
 def test_a_message_that_was_changed_or_repeated_is_refused(change):
     near, far = socket.socketpair()

@@ -12,12 +12,13 @@ import hmac
 import os
 import socket
 import struct
+import time
 from pathlib import Path
 
 MAGIC = b"v41jax hosts 1\r\n"
 """What the leading end says first; other services say something else."""
 HANDSHAKE_S = 10.0
-"""Seconds that one read of a handshake may take."""
+"""Seconds that the other end has for what it says in a handshake."""
 _NONCE = 32
 _SECRET = 32
 _CODE = hashlib.sha256().digest_size
@@ -32,15 +33,24 @@ def _code(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, seconds: float | None = None) -> bytes:
     """Exactly `size` bytes.
+
+    Args:
+      connection: where they come.
+      size: of what is read.
+      seconds: for all of them together; None leaves each part the connection's time.
 
     Raises:
       EOFError: the connection ended before.
       OSError: it broke, or its time is over.
     """
     data = bytearray()
+    end = None if seconds is None else time.monotonic() + seconds
     while len(data) < size:
+        if end is not None:
+            # Who sends a byte now and then must not have more time than who sends nothing.
+            connection.settimeout(max(end - time.monotonic(), 1e-3))
         part = connection.recv(min(size - len(data), 1 << 20))
         if not part:
             raise EOFError("its connection closed")
@@ -114,7 +124,8 @@ def admit(connection: socket.socket, secret: bytes) -> Channel:
     _prepare(connection)
     mine = os.urandom(_NONCE)
     connection.sendall(MAGIC + mine)
-    answer = _read(connection, _NONCE + _CODE)
+    answer = _read(connection, _NONCE + _CODE, HANDSHAKE_S)
+    connection.settimeout(HANDSHAKE_S)
     nonces = mine + answer[:_NONCE]
     if not hmac.compare_digest(answer[_NONCE:], _code(secret, b"follows", nonces)):
         raise SecretError("it does not know the secret")
@@ -128,14 +139,14 @@ def reach(address: tuple[str, int], secret: bytes) -> Channel:
     place = f"{address[0]}:{address[1]}"
     try:
         _prepare(connection)
-        greeting = _read(connection, len(MAGIC) + _NONCE)
+        greeting = _read(connection, len(MAGIC) + _NONCE, HANDSHAKE_S)
         if not greeting.startswith(MAGIC):
             raise SecretError(f"what listens at {place} is no process of this service")
         mine = os.urandom(_NONCE)
         nonces = greeting[len(MAGIC) :] + mine
         connection.sendall(mine + _code(secret, b"follows", nonces))
         try:
-            proof = _read(connection, _CODE)
+            proof = _read(connection, _CODE, HANDSHAKE_S)
         except (EOFError, ConnectionError):
             proof = b""
         if not hmac.compare_digest(proof, _code(secret, b"leads", nonces)):
