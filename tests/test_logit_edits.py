@@ -208,6 +208,8 @@ def test_masks_follow_the_proposals_up_to_one_that_is_not_allowed():
 def test_scores_are_the_log_softmax_best_first(alternatives, generation):
     logits = np.random.default_rng(0).normal(size=(4, 60)).astype(np.float32) * 5
     logits[1, 3] = logits[1, 40] = logits.max() + 1
+    logits[2, 7:12] = [-0.0, 0.0, -0.0, 0.0, -0.0]
+    logits[2, logits[2] > 0] *= -1
     chosen = np.array([0, 40, 2, 59])
     with backend.use_target(backend.Target("triton", generation)):
         scores = token_scores(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(True), alternatives)
