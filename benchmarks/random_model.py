@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.safetensors_file import ARRAY_DTYPES
-from checkpoints.schema import tensor_schema
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools, abstract
 from v41jax.config import ModelConfig
 from v41jax.draft_parameters import DraftParameters, draft_leaves
-from v41jax.parameters import Describe, Parameters, parameter_leaves
+from v41jax.parameters import Parameters, describe_schema, parameter_leaves
 
 Array = jax.Array
 
@@ -44,23 +42,16 @@ def random_parameters(config: ModelConfig, *, max_model_len: int, seed: int = 0)
       max_model_len: positions that the RoPE tables cover.
       seed: of all of them.
     """
-    describe = _schema(config, "text")
+    describe = describe_schema(config, "text")
     leaves = parameter_leaves(config, describe, max_model_len=max_model_len, form="stored", dtype=jnp.bfloat16)
     return _drawn(leaves, config, seed)
 
 
 def random_draft(config: ModelConfig, seed: int = 0) -> DraftParameters:
     """Weights of the draft in their stored form; its proposals are as good as random ones."""
-    return _drawn(draft_leaves(config, _schema(config, "draft"), form="stored", dtype=jnp.bfloat16), config, seed)
-
-
-def _schema(config: ModelConfig, scope: str) -> Describe:
-    schema = tensor_schema(config, (scope,))
-
-    def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
-        return schema[name].shape, ARRAY_DTYPES[schema[name].dtype]
-
-    return describe
+    return _drawn(
+        draft_leaves(config, describe_schema(config, "draft"), form="stored", dtype=jnp.bfloat16), config, seed
+    )
 
 
 def _drawn(leaves: Any, config: ModelConfig, seed: int) -> Any:
