@@ -6,6 +6,7 @@ nothing that varies between steps is captured in a closure. What to run is the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +47,6 @@ Pools = pool_arrays.Pools
 
 _log = logging.getLogger(__name__)
 
-
 Execution = Literal["FULL", "PIECEWISE", "EAGER"]
 """How a step runs; see `ModelRunner`."""
 
@@ -55,6 +55,12 @@ MOST_COMPILING = 8
 
 SCORED_ROWS = 128
 """Prompt rows whose logits exist at once."""
+
+ProgramKey = tuple[StepShape, bool] | int
+"""Names a program: a step's shape and whether its rows take image embeddings, or the requests of a draft call."""
+
+Lowered = tuple[Any, Callable[..., Sequence[Any]]]
+"""A lowered program, and what makes its arguments of those of the pure function."""
 
 
 class StepOutput(NamedTuple):
@@ -99,10 +105,10 @@ class StateMismatchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """One bucket's program.
+    """One program.
 
     Attributes:
-      call: the executable, with its arguments made from those of the step function.
+      call: the executable, with its arguments made from those of the pure function.
       seconds: time it took to compile (or to fetch from the persistent cache).
       temporary_bytes: device memory it needs besides arguments and results.
     """
@@ -265,7 +271,7 @@ class ModelRunner:
         self._pools, self._images, self._adjustments = self._allocate(num_images)
         self._copies = self._make_copies()
         self._empty_edits: dict[int, LogitEdits] = {}
-        self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
+        self._compiled: dict[ProgramKey, CompiledStep] = {}
         self._operations: backend.Choices = {}
         self._warm = False
         self._failed = False
@@ -280,8 +286,8 @@ class ModelRunner:
         """What moves slots and images of these arrays."""
         return StateCopies()
 
-    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> tuple[Any, Callable[..., Sequence[Any]]]:
-        """The whole step, lowered for these (abstract) arguments, and what makes its arguments of `serve_step`'s."""
+    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> Lowered:
+        """The whole step, lowered for these (abstract) arguments."""
         packing = StepPacking(arguments)
         step = self.step_function(shape)
 
@@ -292,7 +298,7 @@ class ModelRunner:
 
     @property
     def pools(self) -> Pools:
-        """The live pools, for tests and debugging: read them before the next step donates them."""
+        """The live pools, for tests and debugging: read them before the next step or draft call donates them."""
         return self._pools
 
     def replace_pools(self, pools: Pools) -> None:
@@ -319,36 +325,36 @@ class ModelRunner:
 
     # Compilation ---------------------------------------------------------------------------------------------
 
-    def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False) -> None:
-        """Compiles steps ahead from abstract shapes; no pool byte is touched. Only whole steps are compiled ahead.
+    def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False, drafts: Iterable[int] = ()) -> None:
+        """Compiles programs ahead from abstract shapes; no pool byte is touched. Only whole steps are compiled ahead.
 
         Args:
           shapes: every shape that the scheduler's buckets can produce.
           images: also compile the variants whose rows take image embeddings.
+          drafts: batch sizes of draft calls, of one data shard; for a runner that drafts.
         """
         if self._execution != "FULL":
             return
-        keys = [
-            (shape, taken)
-            for shape in shapes
-            for taken in ((False, True) if images and shape.phase.value == "prefill" else (False,))
-        ]
+        keys: list[ProgramKey] = list(drafts)
+        for shape in shapes:
+            keys += [(shape, False), (shape, True)] if images and shape.phase.value == "prefill" else [(shape, False)]
         # Tracing holds the interpreter, compiling does not.
         with ThreadPoolExecutor(min(MOST_COMPILING, os.cpu_count() or 1)) as pool:
             wanted = dict.fromkeys(key for key in keys if key not in self._compiled)
-            for key, program in [(key, pool.submit(self._compile, *self._lower(*key))) for key in wanted]:
+            for key, program in [(key, pool.submit(self._compile, *self._lower(key))) for key in wanted]:
                 self._compiled[key] = program.result()
         self.load_adjustments(0, np.zeros(self._adjustments.shape[1], np.float32))
         self._warm = True
 
-    def _program(self, shape: StepShape, images: bool) -> CompiledStep:
-        key = (shape, images)
+    def _program(self, key: ProgramKey) -> CompiledStep:
         if key not in self._compiled:
-            self._compiled[key] = self._compile(*self._lower(shape, images))
+            self._compiled[key] = self._compile(*self._lower(key))
         return self._compiled[key]
 
-    def _lower(self, shape: StepShape, images: bool) -> tuple[Any, Callable[..., Sequence[Any]]]:
-        """A step's program, traced for abstract arguments; see `_lowered_step`."""
+    def _lower(self, key: ProgramKey) -> Lowered:
+        """A program, traced for abstract arguments."""
+        assert not isinstance(key, int), "only a DraftRunner drafts"
+        shape, images = key
         self.note_compilation(shape)
         setup = self.setup
         shards = setup.parallel.data
@@ -412,10 +418,8 @@ class ModelRunner:
             `write_image_rows`. None when no row lies in an image, which runs the program of text.
 
         Raises:
-          RuntimeError: after an earlier step failed; the pools were donated to it and are gone.
+          RuntimeError: after an earlier step or draft call failed; the pools were donated to it and are gone.
         """
-        if self._failed:
-            raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
         images = image_rows is not None
         arguments: list[Any] = [batch, engram_rows, sampling]
         if image_rows is not None:
@@ -423,23 +427,28 @@ class ModelRunner:
             arguments.append(_spread(*image_rows, count=count, dtype=self.setup.precision.activation_dtype))
         program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._execution == "FULL":
-            program = self._program(shape, images).call
+            program = self._program((shape, images)).call
         elif self._execution == "PIECEWISE":
             program = self._in_pieces(shape.phase.value)
         else:
             program = self.step_function(shape)
             arguments = jax.tree.map(jnp.asarray, arguments)
-        try:
+        with self._taking_pools(), backend.recording(self._operations):
             if ops is not None:
                 self._maintain(ops)
-            with backend.recording(self._operations):
-                self._pools, self._adjustments, output = program(
-                    self.weights, self._pools, self._adjustments, *arguments
-                )
+            self._pools, self._adjustments, output = program(self.weights, self._pools, self._adjustments, *arguments)
+        return output
+
+    @contextlib.contextmanager
+    def _taking_pools(self) -> Iterator[None]:
+        """Around a call that the pools are donated to: if it fails they are gone."""
+        if self._failed:
+            raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
+        try:
+            yield
         except BaseException:
             self._failed = True
             raise
-        return output
 
     def _in_pieces(self, phase: Phase) -> PiecewiseStep:
         if phase not in self._pieces:
