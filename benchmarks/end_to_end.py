@@ -15,7 +15,8 @@ step (bytes and operations counted by `v41jax.plan_work` over the copy and matri
 the fraction reached. `--host-events` adds what the host did in a step, by JAX's annotations; give a GPU
 `XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true` with it, or its captured graphs are not used. At last,
 where the device reports its kernels, another line a cell: `kernel_ms` is their sum, without copies of memory, which are
-no kernels, and `largest_kernels` says which took how long. Asking for them ends the use of captured graphs, which is why it is done last.
+no kernels, and `largest_kernels` says which took how long. Asking for them ends the use of captured graphs, which is
+why it is done last.
 """
 
 from __future__ import annotations
