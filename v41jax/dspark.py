@@ -16,7 +16,15 @@ from pallas_kernels.stored_rows import load_rows
 from scheduler.pools import Pools
 from v41jax.draft_parameters import DraftParameters, draft_text
 from v41jax.layers import collectives
-from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
+from v41jax.layers.attention import (
+    KeyMemory,
+    Selection,
+    attend,
+    query_latent,
+    window_latents,
+    window_rows,
+    write_window_keys,
+)
 from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.linear import linear, product, quantize_input
 from v41jax.layers.moe import moe
@@ -116,9 +124,19 @@ def write_draft_context(draft: DraftParameters, pools: Pools, taps: Taps, slots:
     def stage(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
         rings, place = carry
         weights = layer_of_run(draft.stages, place).attention
-        keys = window_rows(quantized, weights, taps.rows.plain, text, kernels)
-        offset, window_format = _ring_offset(pools, setup, place), setup.geometry.window_format
-        return (write_ring(rings, keys, taps.rows, slots, offset, window_format=window_format), place + 1), None
+        rings = write_window_keys(
+            rings,
+            window_latents(quantized, weights, kernels),
+            weights,
+            taps.rows.plain,
+            taps.rows,
+            slots,
+            _ring_offset(pools, setup, place),
+            text=text,
+            window_format=setup.geometry.window_format,
+            kernels=kernels,
+        )
+        return (rings, place + 1), None
 
     (rings, _), _ = jax.lax.scan(stage, (_rings(pools), jnp.int32(0)), length=setup.geometry.draft_layers)
     return pools.replace(window=rings.reshape(pools.window.shape))
