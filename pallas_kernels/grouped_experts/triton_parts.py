@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import fake_q8_group
-from pallas_kernels.grouped_experts.widening import CODES, OPERAND_POWER, by_code
+from pallas_kernels.grouped_experts.arrangement import by_code
+from pallas_kernels.grouped_experts.types import Order
+from pallas_kernels.grouped_experts.widening import OPERAND_POWER
 
 Array = jax.Array
 
 
-def operand_of(x: Array, cuda: bool) -> Array:
-    """x [N, K] bfloat16 as the other operand of widened weights: in the order of `by_code`, at their power."""
-    operand = by_code(x)
+def operand_of(x: Array, order: Order, cuda: bool) -> Array:
+    """x [N, K] bfloat16 as the other operand of widened weights of `order`: as `by_code` has it, at their power."""
+    operand = by_code(x, order)
     return operand * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else operand
 
 
@@ -63,8 +64,3 @@ def activated(
         groups = hidden.reshape(hidden.shape[0] // 32, 32, hidden.shape[1])
         hidden = fake_q8_group(groups, axis=1).reshape(hidden.shape)
     return hidden * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else hidden
-
-
-def place_by_code(output: Array, outputs: int) -> Array:
-    """Where `by_code` puts the dims `output` of `outputs`."""
-    return lax.rem(output, CODES) * (outputs // CODES) + lax.div(output, CODES)

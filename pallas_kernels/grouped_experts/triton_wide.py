@@ -18,10 +18,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import fake_q8
+from pallas_kernels.grouped_experts.arrangement import CODES, words_of
 from pallas_kernels.grouped_experts.blocks import Blocks
 from pallas_kernels.grouped_experts.triton_parts import load_rows, operand_of, store_rows, swiglu
-from pallas_kernels.grouped_experts.types import ExpertWeights
-from pallas_kernels.grouped_experts.widening import CODES, GROUP_WORDS, widen_e2m1, words_of
+from pallas_kernels.grouped_experts.types import ExpertWeights, Order
+from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
 
 Array = jax.Array
 
@@ -57,7 +58,9 @@ def wide_config(width: int, hidden: int, generation: str) -> WideConfig:
     return WideConfig(128, 256, inner, 8, 4)
 
 
-def _widen_kernel(words_ref: object, scales_ref: object, first_ref: object, out_ref: object, *, cuda: bool) -> None:
+def _widen_kernel(
+    words_ref: object, scales_ref: object, first_ref: object, out_ref: object, *, order: Order, cuda: bool
+) -> None:
     """Wide values of a few outputs of one expert, in the order of `by_code`."""
     triton = backend.triton()
     _, outputs, width = words_ref.shape
@@ -65,10 +68,9 @@ def _widen_kernel(words_ref: object, scales_ref: object, first_ref: object, out_
     program = pl.program_id(0)
     local = program // (columns * rows)
     output = (program // columns % rows) * WIDENED_OUTPUTS + jnp.arange(WIDENED_OUTPUTS, dtype=jnp.int32)
-    word = (program % columns) * WIDENED_WORDS + jnp.arange(WIDENED_WORDS, dtype=jnp.int32)
-    group = (program % columns) * (WIDENED_WORDS // GROUP_WORDS) + jnp.arange(
-        WIDENED_WORDS // GROUP_WORDS, dtype=jnp.int32
-    )
+    start = (program % columns) * WIDENED_WORDS
+    word = start + jnp.arange(WIDENED_WORDS, dtype=jnp.int32)
+    group = first_group(start, order) + jnp.arange(groups_of_step(WIDENED_WORDS, order), dtype=jnp.int32)
     expert = first_ref[0] + local
 
     def at(ref: object, leading: Array, column: Array, last: int) -> tuple[object, Array]:
@@ -83,7 +85,7 @@ def _widen_kernel(words_ref: object, scales_ref: object, first_ref: object, out_
         place, inside = at(ref, expert, column, ref.shape[-1])
         return triton.load(place, mask=inside, other=0)
 
-    for code, values in enumerate(widen_e2m1(load(words_ref, word), load(scales_ref, group), cuda)):
+    for code, values in enumerate(widen_e2m1(load(words_ref, word), load(scales_ref, group), order, cuda)):
         place, inside = at(out_ref, local, jnp.where(word < width, code * width + word, CODES * width), CODES * width)
         triton.store(place, values, mask=inside)
 
@@ -169,7 +171,7 @@ def expert_outputs(
         words = words_of(weight.packed)
         _, outputs, width = words.shape
         return backend.triton_call(
-            functools.partial(_widen_kernel, cuda=cuda),
+            functools.partial(_widen_kernel, order=weight.order, cuda=cuda),
             jax.ShapeDtypeStruct((held, outputs, CODES * width), jnp.bfloat16),
             grid=(held * -(-outputs // WIDENED_OUTPUTS) * -(-width // WIDENED_WORDS),),
             num_warps=4,
@@ -199,10 +201,11 @@ def expert_outputs(
 
         return lax.fori_loop(0, experts // held, some_experts, jnp.zeros((pairs, outputs), jnp.bfloat16))
 
-    operand = operand_of(x, cuda)
-    gate, up = (product(weight, operand, pair // chosen) for weight in weights[:2])
+    first_weights, down = weights[:2], weights[2]
+    operand = operand_of(x, first_weights[0].order, cuda)
+    gate, up = (product(weight, operand, pair // chosen) for weight in first_weights)
     hidden = swiglu(gate.astype(jnp.float32), up.astype(jnp.float32), swiglu_limit) * routing[:, None]
     hidden = hidden.astype(jnp.bfloat16)
     if quantize_hidden:
         hidden = fake_q8(hidden)
-    return product(weights[2], operand_of(hidden, cuda), pair)
+    return product(down, operand_of(hidden, down.order, cuda), pair)

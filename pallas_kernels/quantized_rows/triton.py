@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import Q8_GROUP, fake_q8_group, round_to_bfloat16
-from pallas_kernels.grouped_experts.triton_parts import place_by_code
-from pallas_kernels.grouped_experts.widening import CODES, OPERAND_POWER
+from pallas_kernels.grouped_experts.arrangement import CODES, place_by_code
+from pallas_kernels.grouped_experts.types import Order
+from pallas_kernels.grouped_experts.widening import OPERAND_POWER
 from pallas_kernels.quantized_rows.types import QuantizedRows
 from pallas_kernels.triton_widening import LANE_GROUP, packed_instructions, place_in_lanes
 
@@ -54,7 +55,7 @@ def collapsed_rows(
     *,
     epsilon: float,
     quantize: bool,
-    codes: bool = False,
+    codes: Order | None = None,
     interpret: bool = False,
 ) -> QuantizedRows:
     """See `pallas_kernels.quantized_rows`; `unsupported` has been asked."""
@@ -97,7 +98,7 @@ def normalized_rows(
         return _normalized(values, columns, weight_ref, layer_ref[0], epsilon, dtype)
 
     layer, weight = backend.with_layer(layer, weight)
-    return _call(make, "normalized_rows", rows, width, dtype, quantize, False, interpret, parts, weight, layer)
+    return _call(make, "normalized_rows", rows, width, dtype, quantize, None, interpret, parts, weight, layer)
 
 
 @backend.traced_once
@@ -108,7 +109,7 @@ def summed_rows(parts: Array, *, quantize: bool, dtype: jnp.dtype, interpret: bo
     def make(columns: _Columns, parts_ref) -> list[Array]:
         return [_summed(parts_ref, columns, first, dtype) for first in columns.firsts]
 
-    return _call(make, "summed_rows", rows, width, dtype, quantize, False, interpret, parts)
+    return _call(make, "summed_rows", rows, width, dtype, quantize, None, interpret, parts)
 
 
 @backend.traced_once
@@ -126,7 +127,7 @@ def gated_rows(
             for first in columns.firsts
         ]
 
-    return _call(make, "gated_rows", rows, width, dtype, quantize, False, interpret, gate, up)
+    return _call(make, "gated_rows", rows, width, dtype, quantize, None, interpret, gate, up)
 
 
 class _Columns:
@@ -174,14 +175,14 @@ def _call(
     width: int,
     dtype: jnp.dtype,
     quantize: bool,
-    codes: bool,
+    codes: Order | None,
     interpret: bool,
     *operands: Array,
 ) -> QuantizedRows:
     """Launches `make`, which gives the rounded blocks of a row, and what follows for all calls."""
-    codes = codes and width % CODES == 0
+    codes = codes if width % CODES == 0 else None
     power = 2.0**OPERAND_POWER if packed_instructions() and not interpret else 1.0
-    widths = [width, width, -(-width // LANE_GROUP) * LANE_GROUP, *([width] if codes else [])]
+    widths = [width, width, -(-width // LANE_GROUP) * LANE_GROUP, *([] if codes is None else [width])]
 
     def kernel(*refs) -> None:
         operand_refs, (rounded_ref, quantized_ref, lanes_ref, *codes_ref) = refs[: len(operands)], refs[len(operands) :]
@@ -192,7 +193,7 @@ def _call(
             columns.store(quantized_ref, first, quantized, lambda place: place)
             columns.store(lanes_ref, first, quantized, place_in_lanes)
             for ref in codes_ref:
-                columns.store(ref, first, quantized * power, lambda place: place_by_code(place, width))
+                columns.store(ref, first, quantized * power, lambda place: place_by_code(place, width, codes))
 
     results = backend.triton_call(
         kernel,
