@@ -83,6 +83,20 @@ def test_who_connects_and_says_nothing_is_left_after_a_while(listener, monkeypat
     assert isinstance(result[0], TimeoutError)
 
 
+def test_who_says_little_at_a_time_is_left_as_soon(listener, monkeypatch):
+    monkeypatch.setattr(host_channel, "HANDSHAKE_S", 0.3)
+    result = []
+    thread = threading.Thread(target=served, args=(listener, b"a", result))
+    with socket.create_connection(listener.getsockname()) as stranger:
+        thread.start()
+        for _ in range(12):
+            if thread.is_alive():
+                stranger.sendall(b"x")
+            thread.join(0.1)
+        assert not thread.is_alive()
+    assert isinstance(result[0], TimeoutError)
+
+
 @pytest.mark.parametrize("change", ["content", "again", "length"])
 def test_a_message_that_was_changed_or_repeated_is_refused(change):
     near, far = socket.socketpair()
@@ -121,3 +135,26 @@ def test_the_secret_of_a_user_is_drawn_once_and_only_theirs(tmp_path, monkeypatc
     files[0].chmod(0o644)
     with pytest.raises(PermissionError, match="others than this user may read"):
         user_secret()
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"x" * 33])
+def test_a_file_that_holds_no_secret_is_refused(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "v41jax" / "hosts_secret"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(OSError, match="does not hold 32 bytes: remove it"):
+        user_secret()
+
+
+def test_a_secret_that_cannot_be_kept_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def refused(*_):
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(PermissionError, match="no links here"):
+        user_secret()
+    assert list((tmp_path / "v41jax").iterdir()) == []

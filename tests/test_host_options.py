@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.runtime_config import EngineConfig
-from v41jax.host_options import SECRET_VARIABLE, HostsError, differences, hosts_faults, hosts_of, shared_of
+from v41jax.host_options import SECRET_VARIABLE, HostsError, differences, hosts_faults, hosts_named, hosts_of, shared_of
 
 TWO = {"num_processes": 2, "mesh": {"data": 1, "model": 2}}
 
@@ -39,7 +39,8 @@ def test_faults_of_the_flags_are_named_together():
         ({**TWO, "process_id": -1, "coordinator": "localhost:5"}, ["process_id -1 must lie in 0..1"]),
         ({**TWO, "coordinator": "localhost:65535"}, ["with a port from 1 to 65534"]),
         ({**TWO, "coordinator": "localhost:²"}, ["with a port from 1 to 65534"]),
-        ({**TWO, "coordinator": "auto", "process_id": 1}, []),
+        ({**TWO, "coordinator": "auto"}, ["asks the cluster's environment for num_processes 2, process_id 0: leave"]),
+        ({**TWO, "coordinator": "auto", "process_id": 1}, ["for num_processes 2, process_id 1: leave these options"]),
         ({**TWO, "coordinator": "[::1]:5"}, []),
         ({**TWO, "coordinator": "10.0.0.1:8476"}, [f"is not this machine: set {SECRET_VARIABLE}"]),
         ({**TWO, "coordinator": "127.evil.example:8476"}, [f"is not this machine: set {SECRET_VARIABLE}"]),
@@ -50,6 +51,21 @@ def test_every_fault_is_one_line(options, expected):
     assert len(faults) == len(expected), faults
     for part, fault in zip(expected, faults, strict=True):
         assert part in fault
+
+
+def test_numbers_of_a_cluster_that_was_joined_are_its_own(monkeypatch):
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    config = EngineConfig(coordinator="auto", process_id=1, **TWO)
+    assert hosts_faults(config) == []
+    assert hosts_of(config).automatic
+
+
+def test_who_a_process_is_does_not_depend_on_what_it_cannot_serve():
+    wrong = EngineConfig(coordinator="localhost:5", num_processes=2, process_id=1, vision="on")
+    assert len(hosts_faults(wrong)) == 2
+    assert hosts_named(wrong).process == 1
+    for options in ({}, {"coordinator": "nowhere"}, {"coordinator": "localhost:5", "process_id": 2}):
+        assert hosts_named(EngineConfig(**options)) is None
 
 
 def test_an_empty_secret_is_none(monkeypatch):
@@ -76,7 +92,12 @@ def directory(tmp_path):
 def test_what_names_a_process_or_only_process_0_uses_may_differ(directory):
     mine = EngineConfig(coordinator="localhost:5", decode_buckets=(1, 2))
     other = EngineConfig(
-        coordinator="127.0.0.1:5", process_id=1, disk_cache_dir="/elsewhere", vision="off", decode_buckets=(1, 2)
+        coordinator="127.0.0.1:5",
+        process_id=1,
+        host_cache_bytes=1,
+        disk_cache_dir="/elsewhere",
+        vision="off",
+        decode_buckets=(1, 2),
     )
     assert differences(shared_of(mine, directory), {1: shared_of(other, directory)}) == []
 

@@ -208,6 +208,8 @@ def test_masks_follow_the_proposals_up_to_one_that_is_not_allowed():
 def test_scores_are_the_log_softmax_best_first(alternatives, generation):
     logits = np.random.default_rng(0).normal(size=(4, 60)).astype(np.float32) * 5
     logits[1, 3] = logits[1, 40] = logits.max() + 1
+    logits[2, 7:12] = [-0.0, 0.0, -0.0, 0.0, -0.0]
+    logits[2, logits[2] > 0] *= -1
     chosen = np.array([0, 40, 2, 59])
     with backend.use_target(backend.Target("triton", generation)):
         scores = token_scores(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(True), alternatives)
@@ -219,3 +221,17 @@ def test_scores_are_the_log_softmax_best_first(alternatives, generation):
     np.testing.assert_allclose(scores.top, np.take_along_axis(logprobs, order, axis=1), atol=1e-4)
     idle = token_scores(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(False), alternatives)
     assert not np.asarray(idle.top).any() and not np.asarray(idle.chosen).any()
+
+
+def test_what_a_gpu_may_skip_holds_nothing_that_no_graph_captures():
+    """XLA's top-k is such a thing, and the host then waits for the device before every branch."""
+
+    def scores(logits, chosen, wanted):
+        return token_scores(logits, chosen, wanted)
+
+    arguments = jnp.zeros((2, 60)), jnp.zeros(2, jnp.int32), jnp.asarray(False)
+    for generation, captured in (("cuda", True), ("rocm", True), ("cpu", False)):
+        with backend.use_target(backend.Target("triton", generation)):
+            # A function of its own: one traced for another target keeps what it was traced with.
+            traced = str(jax.make_jaxpr(lambda *given: scores(*given))(*arguments))
+        assert ("top_k" not in traced) == captured, generation

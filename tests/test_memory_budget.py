@@ -165,6 +165,16 @@ def test_pages_beside_images_are_as_many_as_fit(budget):
     assert used(pages) <= size < used(pages + 1)
 
 
+def test_a_page_that_may_hold_an_image_needs_room_for_it():
+    """A large page holds a whole image: one page alone could not keep the image that it is given."""
+    geometry = planner(kv_cache_block_size=8192).setup(MESH).geometry
+    page, image = geometry.page_unit_bytes, geometry.image_bytes
+    assert geometry.units_per_image == 1
+    assert pages_beside_images(geometry, page + image) == 1
+    with pytest.raises(GeometryError, match=r"hold no page of \d+ bytes beside a checkpoint image"):
+        pages_beside_images(geometry, page + image - 1)
+
+
 def test_memory_without_room_for_a_page_is_refused():
     with pytest.raises(GeometryError):
         plan_pools(shard(max_num_batched_tokens=1 << 20), planner().setup(MESH), weights(1), device_bytes=8 * GIB)

@@ -154,6 +154,26 @@ def test_silence_is_a_loss_sooner_once_the_other_has_loaded(monkeypatch, works):
     thread.join(10)
 
 
+def test_a_process_that_says_nothing_after_it_came_is_missed_and_does_not_keep_process_0_from_ending(monkeypatch):
+    monkeypatch.setattr(multihost, "BEAT_S", 0.05)
+    monkeypatch.setattr(multihost, "SILENCE_S", 0.3)
+    monkeypatch.setattr(multihost, "LOADING_SILENCE_S", 0.3)
+    service, made = Service(), []
+    waiting = threading.Thread(target=lambda: made.append(service.lead()))
+    waiting.start()
+    channel = reach_when_open(service)
+    channel.send(b"[1, {}, []]")
+    waiting.join(10)
+    assert service.lost.noticed.wait(10)
+    assert service.lost[0].startswith("process 1 was lost (silent for")
+    threading.Thread(target=made[0].send, args=("execute", bytes(64 << 20)), daemon=True).start()
+    time.sleep(0.2)  # more than the connection holds: the send waits for a reader
+    began = time.monotonic()
+    made[0].close()
+    assert time.monotonic() - began < 5
+    channel.close()
+
+
 def test_a_process_that_fails_while_it_loads_is_missed_at_once_and_says_why():
     service = Service()
     service.follower(lambda: 1 // 0)
@@ -227,6 +247,21 @@ def test_a_process_that_cannot_serve_ends_those_that_could(monkeypatch, refusing
         service.join()
         assert service.errors[0].faults == ("process 0: mesh",)
     assert service.lost == service.of_followers == []
+
+
+def test_a_process_that_ends_does_not_take_the_place_of_what_process_0_refuses(monkeypatch):
+    monkeypatch.setattr(multihost, "REFUSAL_S", 1.0)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    service = Service(processes=3)
+    refusing = threading.Thread(target=refuse, args=(service.hosts, ["mesh"]))
+    refusing.start()
+    channel = reach_when_open(service)
+    channel.send(b"[1, {}, []]")
+    channel.receive()  # a sign of life: it is known
+    channel.close()
+    refusing.join(10)
+    assert not refusing.is_alive() and ended == []
 
 
 def test_two_processes_with_one_number_are_refused(monkeypatch):

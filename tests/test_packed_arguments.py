@@ -41,3 +41,11 @@ def test_arrays_of_other_types_and_shapes_are_refused():
         packing.pack([np.zeros(4, np.int32)])
     with pytest.raises(ValueError, match="not those of the shapes"):
         packing.pack([np.zeros(3, np.int32), np.zeros(3, np.int32)])
+
+
+@pytest.mark.parametrize("given", [np.int64, np.uint32, np.float32, bool])
+def test_arrays_are_not_converted(given):
+    """A cast would wrap large ids and cut fractions, where a program refuses its arguments."""
+    packing = Packing([jax.ShapeDtypeStruct((3,), jnp.int32)])
+    with pytest.raises(TypeError, match=f"{np.dtype(given)} where the packing was made of int32"):
+        packing.pack([np.ones(3, given)])

@@ -116,6 +116,18 @@ def test_a_mesh_is_served_by_a_process_a_host_which_takes_no_images(planner):
     assert dataclasses.replace(planner, engine=wrong).faults(Parallel(1, 4)) == []
 
 
+def test_a_coordinator_makes_a_service_of_several_processes_even_on_one_host(planner):
+    named = dataclasses.replace(planner, engine=dataclasses.replace(planner.engine, coordinator="localhost:5"))
+    assert named.options(Parallel(1, 4)).num_processes == 1
+    assert not named.sees(Parallel(1, 4)), "an engine takes text only then"
+
+
+def test_a_service_of_a_cluster_is_planned_outside_of_it(planner):
+    auto = dataclasses.replace(planner, engine=dataclasses.replace(planner.engine, coordinator="auto"))
+    for mesh in (Parallel(1, 4), Parallel(8, 8, "data_model")):
+        assert auto.faults(mesh) == []
+
+
 def test_everything_an_engine_holds_is_weighed(planner):
     drafts = {"speculative_method": "dspark", "num_speculative_tokens": 5, "engram_tables": "device", "vision": "on"}
     options = dataclasses.replace(planner.engine, **drafts, dtype="float32")

@@ -80,6 +80,16 @@ def test_a_fault_of_the_draft_on_the_mesh_is_among_them(directory):
     assert any("does not divide dspark_n_routed_experts" in fault for fault in error.value.faults)
 
 
+@pytest.mark.parametrize("wrong", [{"dtype": "float16"}, {"vision": "on"}, {"mesh": {"data": 1, "model": 1}}])
+def test_a_process_that_refuses_its_options_tells_the_others(directory, monkeypatch, wrong):
+    told = []
+    monkeypatch.setattr(serving_options, "refuse", lambda hosts, faults: told.append((hosts.process, *faults)))
+    options = {"coordinator": "127.0.0.1:9", "num_processes": 2, "process_id": 1, "mesh": {"data": 1, "model": 2}}
+    with pytest.raises(RuntimeConfigError) as error:
+        follow_checkpoint(directory, EngineConfig(**options | wrong))
+    assert told == [(1, *error.value.faults)]
+
+
 def test_without_a_cluster_auto_is_refused_and_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(serving_options, "check_serving", lambda *_: None)
     with pytest.raises(HostsError, match=r"found no processes to join .* or give --coordinator HOST:PORT"):

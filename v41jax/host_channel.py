@@ -12,13 +12,15 @@ import hmac
 import os
 import socket
 import struct
+import time
 from pathlib import Path
 
 MAGIC = b"v41jax hosts 1\r\n"
 """What the leading end says first; other services say something else."""
 HANDSHAKE_S = 10.0
-"""Seconds that one read of a handshake may take."""
+"""Seconds that the other end has for what it says in a handshake."""
 _NONCE = 32
+_SECRET = 32
 _CODE = hashlib.sha256().digest_size
 _LENGTH = struct.Struct(">Q")
 
@@ -31,15 +33,24 @@ def _code(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, seconds: float | None = None) -> bytes:
     """Exactly `size` bytes.
+
+    Args:
+      connection: where they come.
+      size: of what is read.
+      seconds: for all of them together; None leaves each part the connection's time.
 
     Raises:
       EOFError: the connection ended before.
       OSError: it broke, or its time is over.
     """
     data = bytearray()
+    end = None if seconds is None else time.monotonic() + seconds
     while len(data) < size:
+        if end is not None:
+            # Who sends a byte now and then must not have more time than who sends nothing.
+            connection.settimeout(max(end - time.monotonic(), 1e-3))
         part = connection.recv(min(size - len(data), 1 << 20))
         if not part:
             raise EOFError("its connection closed")
@@ -113,7 +124,8 @@ def admit(connection: socket.socket, secret: bytes) -> Channel:
     _prepare(connection)
     mine = os.urandom(_NONCE)
     connection.sendall(MAGIC + mine)
-    answer = _read(connection, _NONCE + _CODE)
+    answer = _read(connection, _NONCE + _CODE, HANDSHAKE_S)
+    connection.settimeout(HANDSHAKE_S)
     nonces = mine + answer[:_NONCE]
     if not hmac.compare_digest(answer[_NONCE:], _code(secret, b"follows", nonces)):
         raise SecretError("it does not know the secret")
@@ -127,14 +139,14 @@ def reach(address: tuple[str, int], secret: bytes) -> Channel:
     place = f"{address[0]}:{address[1]}"
     try:
         _prepare(connection)
-        greeting = _read(connection, len(MAGIC) + _NONCE)
+        greeting = _read(connection, len(MAGIC) + _NONCE, HANDSHAKE_S)
         if not greeting.startswith(MAGIC):
             raise SecretError(f"what listens at {place} is no process of this service")
         mine = os.urandom(_NONCE)
         nonces = greeting[len(MAGIC) :] + mine
         connection.sendall(mine + _code(secret, b"follows", nonces))
         try:
-            proof = _read(connection, _CODE)
+            proof = _read(connection, _CODE, HANDSHAKE_S)
         except (EOFError, ConnectionError):
             proof = b""
         if not hmac.compare_digest(proof, _code(secret, b"leads", nonces)):
@@ -149,7 +161,7 @@ def user_secret() -> bytes:
     """A secret that the processes of one user on one machine share: drawn once, in a file that only the user can read.
 
     Raises:
-      OSError: there can be no such file.
+      OSError: there can be no such file, or it holds no secret.
       PermissionError: others may read it.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -157,14 +169,22 @@ def user_secret() -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     drawn = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     if not path.exists():
-        with open(os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(os.urandom(32))
-        # A link, and not a rename: whoever is second takes the file of the first.
-        with contextlib.suppress(FileExistsError):
-            os.link(drawn, path)
-        drawn.unlink()
+        try:
+            with open(os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(os.urandom(_SECRET))
+                file.flush()
+                os.fsync(file.fileno())
+            # A link, and not a rename: whoever is second takes the file of the first.
+            with contextlib.suppress(FileExistsError):
+                os.link(drawn, path)
+        finally:
+            drawn.unlink(missing_ok=True)
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(13, "others than this user may read or write it: remove it", str(path))
-        return file.read()
+        secret = file.read(_SECRET + 1)
+    if len(secret) != _SECRET:
+        # An empty secret is known to everybody.
+        raise OSError(22, f"does not hold {_SECRET} bytes: remove it", str(path))
+    return secret

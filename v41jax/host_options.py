@@ -31,6 +31,7 @@ OF_PROCESS_0 = frozenset(
         "vision_cache_bytes",
         "admission_delay_factor",
         "calibration_profile",
+        "host_cache_bytes",
         "disk_cache_dir",
         "disk_cache_bytes",
         "shared_cache_url",
@@ -96,8 +97,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def hosts_faults(config: EngineConfig) -> list[str]:
-    """Everything wrong with the options of several processes, one line each."""
+def _naming_faults(config: EngineConfig) -> list[str]:
+    """What is wrong with how the options name the processes; without a fault process 0 can be told what else is."""
     faults = []
     coordinator, count, process = config.coordinator, config.num_processes, config.process_id
     if count < 1:
@@ -109,15 +110,27 @@ def hosts_faults(config: EngineConfig) -> list[str]:
             given = f"num_processes {count}, process_id {process}"
             faults.append(f"{given} needs a coordinator: give --coordinator HOST:PORT, or auto")
         return faults
-    if coordinator != AUTO:
+    if coordinator == AUTO:
+        if (count != 1 or process) and not jax.distributed.is_initialized():
+            given = f"num_processes {count}, process_id {process}"
+            faults.append(f"coordinator 'auto' asks the cluster's environment for {given}: leave these options out")
+    else:
         host, _, port = coordinator.rpartition(":")
         if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65535:
             faults.append(f"coordinator {coordinator!r} must read HOST:PORT with a port from 1 to 65534, or auto")
         elif not is_loopback(host) and not os.environ.get(SECRET_VARIABLE):
             # Whoever can connect and knows the secret could run anything; an empty one is known to everybody.
             faults.append(f"coordinator {coordinator!r} is not this machine: set {SECRET_VARIABLE} on all processes")
-    if math.prod(config.mesh.values()) < count:
-        faults.append(f"mesh {dict(config.mesh)} has fewer chips than num_processes {count}")
+    return faults
+
+
+def hosts_faults(config: EngineConfig) -> list[str]:
+    """Everything wrong with the options of several processes, one line each."""
+    faults = _naming_faults(config)
+    if config.coordinator is None:
+        return faults
+    if math.prod(config.mesh.values()) < config.num_processes:
+        faults.append(f"mesh {dict(config.mesh)} has fewer chips than num_processes {config.num_processes}")
     if config.vision == "on":
         faults.append("vision 'on' is not supported over several processes: use 'off'")
     return faults
@@ -132,7 +145,12 @@ def hosts_of(config: EngineConfig) -> Hosts | None:
     faults = hosts_faults(config)
     if faults:
         raise HostsError(faults)
-    if config.coordinator is None:
+    return hosts_named(config)
+
+
+def hosts_named(config: EngineConfig) -> Hosts | None:
+    """As `hosts_of`, whatever else is wrong; None also where the options do not say which process this is."""
+    if config.coordinator is None or _naming_faults(config):
         return None
     secret = os.environ.get(SECRET_VARIABLE)
     return Hosts(config.coordinator, config.num_processes, config.process_id, secret.encode() if secret else None)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from scheduler.buckets import Buckets
 from scheduler.model_view import ModelView
-from scheduler.pool_geometry import V41PoolGeometry
+from scheduler.pool_geometry import GeometryError, V41PoolGeometry
 from scheduler.runtime_config import EngineConfig
 from v41jax.config import TextConfig
 from v41jax.draft_parameters import draft_text
@@ -149,12 +149,23 @@ def pages_beside_images(geometry: V41PoolGeometry, budget_bytes: int) -> int:
 
     Args:
       geometry: of the pools.
-      budget_bytes: for pages and images; at least one page.
+      budget_bytes: for pages and images.
+
+    Raises:
+      GeometryError: when not one page fits, with the image that it then may hold.
     """
     together = geometry.units_per_image * geometry.page_unit_bytes + geometry.image_bytes
     whole, rest = divmod(budget_bytes, together)
     alone = min(rest // geometry.page_unit_bytes, geometry.units_per_image - 1)
-    return max(1, whole * geometry.units_per_image + alone)
+    pages = whole * geometry.units_per_image + alone
+    if pages < 1:
+        raise GeometryError(
+            [
+                f"{budget_bytes} bytes hold no page of {geometry.page_unit_bytes} bytes beside a checkpoint image of "
+                f"{geometry.image_bytes} bytes: raise the budget or lower max_num_seqs"
+            ]
+        )
+    return pages
 
 
 def scratch_bytes(config: EngineConfig, setup: ModelSetup, device_bytes: int) -> int:

@@ -63,7 +63,7 @@ class _Link:
         self._other = other
         self._on_lost = on_lost
         self._send_lock = threading.Lock()
-        self._heard: float | None = None  # silence counts from the first message
+        self._heard = time.monotonic()
         self._working = False
         self._closing = False
 
@@ -120,7 +120,7 @@ class _Link:
     def _watch(self) -> None:
         while not self._closing:
             time.sleep(BEAT_S)
-            silent = 0.0 if self._heard is None else time.monotonic() - self._heard
+            silent = time.monotonic() - self._heard
             if silent > (SILENCE_S if self._working else LOADING_SILENCE_S):
                 self._lose(f"was lost (silent for {silent:.0f} s)")
                 return
@@ -256,7 +256,10 @@ class Followers:
     def _finish(self, *message: Any) -> None:
         for link in self._links:
             link.expect_end()
-        self.send(*message)
+        # Not from here: who reads no more may leave no room for another message, and is not watched any more.
+        last = threading.Thread(target=self.send, args=message, name="v41jax-last", daemon=True)
+        last.start()
+        last.join(SILENCE_S)
         for link, watch in zip(self._links, self._watches):
             # They close first: a connection closed with signs of life unread would be reset, the message with it.
             watch.join(SILENCE_S)
@@ -302,7 +305,8 @@ def refuse(hosts: Hosts, faults: Sequence[str]) -> None:
     with contextlib.suppress(EOFError, OSError, ValueError):
         meeting = meeting_of(hosts)
         if hosts.process == 0:
-            Followers(hosts, {}, listen(hosts), meeting.secret, faults=faults)
+            # A process that ends meanwhile must not take the place of what this one has to say.
+            Followers(hosts, {}, listen(hosts), meeting.secret, lambda _: None, faults)
             return
         channel = _connect(meeting, REFUSAL_S)
         channel.send(json.dumps((hosts.process, {}, list(faults))).encode())

@@ -58,7 +58,12 @@ class Packing:
         self.words = ends[-1] if ends else 0
 
     def pack(self, tree: Any) -> np.ndarray:
-        """int32 [words] of a tree of host arrays, shaped like the one this was made of."""
+        """int32 [words] of a tree of host arrays, shaped like the one this was made of.
+
+        Raises:
+          ValueError: another tree, or arrays of other shapes.
+          TypeError: arrays of other types; they are never converted.
+        """
         leaves, structure = jax.tree.flatten(tree)
         if structure != self._structure or any(
             np.shape(leaf) != wanted.shape for leaf, wanted in zip(leaves, self._leaves, strict=True)
@@ -66,7 +71,9 @@ class Packing:
             raise ValueError("the arrays are not those of the shapes that the packing was made of")
         packed = np.empty(self.words, np.int32)
         for leaf, wanted, (start, end) in zip(leaves, self._leaves, self._spans, strict=True):
-            values = np.asarray(leaf, wanted.dtype).reshape(-1)
+            values = np.asarray(leaf).reshape(-1)
+            if values.dtype != wanted.dtype:
+                raise TypeError(f"an array of {values.dtype} where the packing was made of {wanted.dtype}")
             packed[start:end] = values if wanted.dtype == bool else values.view(np.int32)
         return packed
 

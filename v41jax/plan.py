@@ -23,6 +23,7 @@ from v41jax.chips import Chip, chip_of
 from v41jax.config import ModelConfig
 from v41jax.dspark import check_draft
 from v41jax.held_weights import abstract_held, accepts_images, precision_of
+from v41jax.host_options import AUTO
 from v41jax.layers.collectives import Parallel, exchanges_rows
 from v41jax.layers.exchange_rule import exchange_of
 from v41jax.memory_budget import Held, PoolBudget, plan_pools
@@ -34,7 +35,8 @@ from v41jax.sharding import arrangement, chip_bytes, pool_specs
 from v41jax.state_copies import allocate_images
 
 COORDINATOR = "localhost:8476"
-"""Stands for the coordinator of a service over several hosts, where none is named: its options are checked, too."""
+"""Stands for the coordinator of a service over several hosts, where none is named or the cluster's environment is to
+name it: the options of such a service are checked, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Planner:
     def options(self, parallel: Parallel) -> EngineConfig:
         """The options with which an engine serves on a mesh: as many processes as it has hosts."""
         hosts = -(-parallel.chips * self.size.hosts // self.size.devices)
-        several = hosts > 1 and self.engine.coordinator is None
+        several = hosts > 1 and self.engine.coordinator in (None, AUTO)
         return dataclasses.replace(
             self.engine,
             mesh={**self.engine.mesh, "data": parallel.data, "model": parallel.model},
@@ -137,7 +139,7 @@ class Planner:
     def sees(self, parallel: Parallel) -> bool:
         """Whether an engine on a mesh holds the vision tower; the checkpoint is taken to have it."""
         options = self.options(parallel)
-        return accepts_images(options, has_tower=True, several_processes=options.num_processes > 1)
+        return accepts_images(options, has_tower=True, several_processes=options.coordinator is not None)
 
     def held(self, parallel: Parallel) -> Held:
         """Abstract weights, with the shardings of a mesh."""

@@ -111,13 +111,14 @@ def constrain(logits: Array, edits: LogitEdits) -> Array:
 
 
 def _largest(logits: Array, count: int) -> tuple[Array, Array]:
-    """The `count` largest of each row, descending, and their ids, the smaller first among equals.
+    """The `count` largest of each row, descending, and their ids, the smaller first among equals; -0.0 equals 0.0.
 
     For a GPU by sorting: XLA cannot make its top-k part of a captured graph, and with one in a branch the host waits
     for the device in every step, whether the branch is taken or not.
     """
     if backend.current_target().generation not in ("cuda", "rocm"):
-        return jax.lax.top_k(logits, count)
+        # The order of top-k is total: it would put 0.0 before -0.0.
+        return jax.lax.top_k(jnp.where(logits == 0, 0.0, logits), count)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     descending, order = jax.lax.sort((-logits, ids), dimension=1, num_keys=2)
     return -descending[:, :count], order[:, :count]

@@ -13,7 +13,7 @@ from scheduler.model_view import ModelView
 from scheduler.runtime_config import EngineConfig, RuntimeConfigError, validate_runtime_config
 from v41jax.config import ConfigError, ModelConfig
 from v41jax.host_joining import describe, join_cluster
-from v41jax.host_options import AUTO, hosts_faults, hosts_of
+from v41jax.host_options import AUTO, hosts_faults, hosts_named
 from v41jax.layers.collectives import Parallel
 from v41jax.multihost import refuse
 from v41jax.sharding import arrangement, mesh_faults
@@ -89,7 +89,7 @@ def begin_serving(directory: Path, config: EngineConfig) -> Serving:
     try:
         return check_serving(directory, config)
     except (ValueError, OSError) as error:
-        hosts = None if hosts_faults(config) else hosts_of(config)
+        hosts = hosts_named(config)
         if hosts is not None and not hosts.automatic:
             refuse(hosts, getattr(error, "faults", None) or [describe(error)])
         raise
