@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.safetensors_file import ARRAY_DTYPES
-from checkpoints.schema import tensor_schema
 from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools, abstract
 from v41jax.config import ModelConfig
 from v41jax.draft_parameters import DraftParameters, draft_leaves
-from v41jax.parameters import Describe, Parameters, WeightForm, parameter_leaves
+from v41jax.parameters import Parameters, WeightForm, describe_schema, parameter_leaves
 
 Array = jax.Array
 
@@ -47,23 +45,14 @@ def random_parameters(
       seed: of all of them.
       form: "stored" or "arranged", whose random codes are as good in any order.
     """
-    describe = _schema(config, "text")
+    describe = describe_schema(config, "text")
     leaves = parameter_leaves(config, describe, max_model_len=max_model_len, form=form, dtype=jnp.bfloat16)
     return _drawn(leaves, config, seed)
 
 
 def random_draft(config: ModelConfig, seed: int = 0, form: WeightForm = "stored") -> DraftParameters:
     """Weights of the draft, as `random_parameters` makes them; its proposals are as good as random ones."""
-    return _drawn(draft_leaves(config, _schema(config, "draft"), form=form, dtype=jnp.bfloat16), config, seed)
-
-
-def _schema(config: ModelConfig, scope: str) -> Describe:
-    schema = tensor_schema(config, (scope,))
-
-    def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
-        return schema[name].shape, ARRAY_DTYPES[schema[name].dtype]
-
-    return describe
+    return _drawn(draft_leaves(config, describe_schema(config, "draft"), form=form, dtype=jnp.bfloat16), config, seed)
 
 
 def _drawn(leaves: Any, config: ModelConfig, seed: int) -> Any:

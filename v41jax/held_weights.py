@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from checkpoints.safetensors_file import ARRAY_DTYPES
-from checkpoints.schema import tensor_schema
 from pallas_kernels.grouped_experts import reads_arranged
 from scheduler.runtime_config import EngineConfig
 from v41jax.config import ModelConfig, TextConfig
@@ -23,7 +21,7 @@ from v41jax.engram_device_tables import ROWS, table_shapes
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.layers.vision import VisionParameters
 from v41jax.memory_budget import Held
-from v41jax.parameters import Describe, Parameters, abstract_parameters, parameter_leaves
+from v41jax.parameters import Parameters, abstract_parameters, describe_schema, parameter_leaves
 from v41jax.precision import Precision
 from v41jax.sharding import weight_specs
 from v41jax.vision_parameters import vision_leaves
@@ -95,25 +93,16 @@ def abstract_held(
 
 @functools.lru_cache(maxsize=8)
 def _target(model: ModelConfig, max_model_len: int, dtype: np.dtype) -> Parameters:
-    describe = _describe_schema(model, "text")
+    describe = describe_schema(model, "text")
     leaves = parameter_leaves(model, describe, max_model_len=max_model_len, form="stored", dtype=dtype)
     return abstract_parameters(leaves)
 
 
 @functools.lru_cache(maxsize=8)
 def _draft(model: ModelConfig, dtype: np.dtype) -> DraftParameters:
-    return abstract_parameters(draft_leaves(model, _describe_schema(model, "draft"), form="stored", dtype=dtype))
+    return abstract_parameters(draft_leaves(model, describe_schema(model, "draft"), form="stored", dtype=dtype))
 
 
 @functools.lru_cache(maxsize=8)
 def _tower(model: ModelConfig) -> VisionParameters:
-    return abstract_parameters(vision_leaves(model, _describe_schema(model, "vision")))
-
-
-def _describe_schema(model: ModelConfig, scope: str) -> Describe:
-    schema = tensor_schema(model, scopes=(scope,))
-
-    def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
-        return schema[name].shape, np.dtype(ARRAY_DTYPES[schema[name].dtype])
-
-    return describe
+    return abstract_parameters(vision_leaves(model, describe_schema(model, "vision")))

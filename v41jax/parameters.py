@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from checkpoints.safetensors_file import ARRAY_DTYPES
+from checkpoints.schema import tensor_schema
 from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, arranged
 from v41jax.config import LayerMode, LayerTopology, ModelConfig, TextConfig
 from v41jax.layers.attention import AttentionWeights
@@ -393,6 +395,16 @@ def describe_checkpoint(checkpoint: TensorSource) -> Describe:
     def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
         tensor = checkpoint.tensor(name)
         return tensor.shape, tensor.dtype
+
+    return describe
+
+
+def describe_schema(config: ModelConfig, scope: str) -> Describe:
+    """Shapes and dtypes of the tensors that a scope of a checkpoint must have."""
+    schema = tensor_schema(config, (scope,))
+
+    def describe(name: str) -> tuple[tuple[int, ...], np.dtype]:
+        return schema[name].shape, np.dtype(ARRAY_DTYPES[schema[name].dtype])
 
     return describe
 

@@ -119,9 +119,15 @@ def _largest(logits: Array, count: int) -> tuple[Array, Array]:
     if backend.current_target().generation not in ("cuda", "rocm"):
         # The order of top-k is total: it would put 0.0 before -0.0.
         return jax.lax.top_k(jnp.where(logits == 0, 0.0, logits), count)
+    ranked, order = _ranked(logits)
+    return ranked[:, :count], order[:, :count]
+
+
+def _ranked(logits: Array) -> tuple[Array, Array]:
+    """Each row's values, descending, and their ids, the smaller first among equals; -0.0 equals 0.0, NaN is last."""
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     descending, order = jax.lax.sort((-logits, ids), dimension=1, num_keys=2)
-    return -descending[:, :count], order[:, :count]
+    return -descending, order
 
 
 def token_scores(logits: Array, chosen: Array, wanted: Array, alternatives: int = MAX_ALTERNATIVES) -> TokenScores:
@@ -171,9 +177,7 @@ def kept(scaled: Array, inputs: SamplingInputs) -> Array:
     """
     vocabulary = scaled.shape[-1]
     ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
-    # NaN ranks last, and -0.0 equals 0.0, as `lax.sort` compares.
-    descending, order = jax.lax.sort((-scaled, ids), dimension=1, num_keys=2)
-    ranked = -descending
+    ranked, order = _ranked(scaled)
     rank = jnp.arange(vocabulary, dtype=jnp.int32)
     limit = jnp.where(inputs.top_k > 0, inputs.top_k, vocabulary)
     keep = rank[None, :] < limit[:, None]
