@@ -172,7 +172,9 @@ def _hidden_kernel(
         refs = [(gate_words, gate_scales), (up_words, up_scales)]
         sums = _product(refs, expert, near, x_ref, lax.div(pair, chosen), live, tile, order, activation["cuda"])
         hidden = activated(*sums, triton.load(weights_ref.at[pair])[None, :], **activation)
-        store_rows(out_ref, hidden, position, live, place_by_code(output, outputs, next_order), output < outputs)
+        store_rows(
+            out_ref, hidden, position, live, place_by_code(output, outputs, next_order), _present(output, outputs, tile)
+        )
 
 
 def _down_kernel(
@@ -203,7 +205,12 @@ def _down_kernel(
         pair = triton.load(pair_ref.at[position])
         near = jnp.minimum(output, outputs - 1)
         [total] = _product([(words_ref, scales_ref)], expert, near, hidden_ref, position, live, tile, order, cuda)
-        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, output < outputs)
+        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, _present(output, outputs, tile))
+
+
+def _present(output: Array, outputs: int, tile: Tile) -> Array | None:
+    """Which of a program's outputs there are; None for all."""
+    return None if outputs % tile.outputs == 0 else output < outputs
 
 
 def _place(tile: Tile, outputs: int) -> tuple[Array, Array]:

@@ -35,15 +35,22 @@ def load_rows(
     return backend.triton().load(ref.at[tuple(place)], mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
 
 
-def store_rows(ref: object, values: Array, row: Array, live: Array, column: Array, present: Array) -> None:
+def store_rows(ref: object, values: Array, row: Array, live: Array, column: Array, present: Array | None) -> None:
     """ref[row, column] = values [columns, rows], turned so that columns are contiguous.
 
-    Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
+    Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing. The
+    index of a column is left as it is where it can be: the compiler then sees neighbours and stores them together.
+
+    live: which rows are stored; present: which columns, None for all.
     """
     shape = (row.shape[0], column.shape[0])
-    stored = jnp.broadcast_to(live[:, None], shape) & jnp.broadcast_to(present[None, :], shape)
-    near = jnp.where(stored, jnp.broadcast_to(row[:, None], shape), ref.shape[0])
-    backend.triton().store(ref.at[near, jnp.broadcast_to(column[None, :], shape)], values.T, mask=stored)
+    stored = jnp.broadcast_to(live[:, None], shape)
+    row = jnp.where(live, row, ref.shape[0])
+    if present is not None:
+        stored = stored & jnp.broadcast_to(present[None, :], shape)
+        column = jnp.where(present, column, ref.shape[1])
+    at = ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+    backend.triton().store(at, values.T, mask=stored)
 
 
 def swiglu(gate: Array, up: Array, limit: float) -> Array:

@@ -22,7 +22,7 @@ from pallas_kernels.grouped_experts.arrangement import CODES, words_of
 from pallas_kernels.grouped_experts.blocks import Blocks
 from pallas_kernels.grouped_experts.triton_parts import load_rows, operand_of, store_rows, swiglu
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
-from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
+from pallas_kernels.grouped_experts.widening import group_of, widen_words
 
 Array = jax.Array
 
@@ -68,25 +68,30 @@ def _widen_kernel(
     program = pl.program_id(0)
     local = program // (columns * rows)
     output = (program // columns % rows) * WIDENED_OUTPUTS + jnp.arange(WIDENED_OUTPUTS, dtype=jnp.int32)
-    start = (program % columns) * WIDENED_WORDS
-    word = start + jnp.arange(WIDENED_WORDS, dtype=jnp.int32)
-    group = first_group(start, order) + jnp.arange(groups_of_step(WIDENED_WORDS, order), dtype=jnp.int32)
+    word = (program % columns) * WIDENED_WORDS + jnp.arange(WIDENED_WORDS, dtype=jnp.int32)
     expert = first_ref[0] + local
 
-    def at(ref: object, leading: Array, column: Array, last: int) -> tuple[object, Array]:
+    whole = outputs % WIDENED_OUTPUTS == 0 and width % WIDENED_WORDS == 0
+
+    def at(ref: object, leading: Array, column: Array, last: int) -> tuple[object, Array | None]:
         shape = (WIDENED_OUTPUTS, column.shape[0])
-        inside = jnp.broadcast_to(output[:, None] < outputs, shape) & jnp.broadcast_to(column[None, :] < last, shape)
+        leading, row, place = (jnp.broadcast_to(part, shape) for part in (leading, output[:, None], column[None, :]))
+        if whole:
+            return ref.at[leading, row, place], None
+        inside = (row < outputs) & (place < last)
         # Lanes that are not there get an index past the end: interpret mode writes their old value there, to nothing.
-        row = jnp.where(inside, jnp.broadcast_to(output[:, None], shape), outputs)
-        place = (jnp.broadcast_to(leading, shape), row, jnp.broadcast_to(column[None, :], shape))
-        return ref.at[place], inside
+        return ref.at[leading, jnp.where(inside, row, outputs), place], inside
 
     def load(ref: object, column: Array) -> Array:
         place, inside = at(ref, expert, column, ref.shape[-1])
-        return triton.load(place, mask=inside, other=0)
+        return triton.load(place, mask=inside, other=None if whole else 0)
 
-    for code, values in enumerate(widen_e2m1(load(words_ref, word), load(scales_ref, group), order, cuda)):
-        place, inside = at(out_ref, local, jnp.where(word < width, code * width + word, CODES * width), CODES * width)
+    scales = load(scales_ref, group_of(word, order))
+    for code, values in enumerate(widen_words(load(words_ref, word), scales, order, cuda)):
+        column = code * width + word
+        place, inside = at(
+            out_ref, local, column if whole else jnp.where(word < width, column, CODES * width), CODES * width
+        )
         triton.store(place, values, mask=inside)
 
 
@@ -130,7 +135,8 @@ def _product_kernel(
             return total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
 
         total = lax.fori_loop(0, width // config.inner, step, jnp.zeros((config.outputs, config.rows), jnp.float32))
-        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, output < outputs)
+        present = None if outputs % config.outputs == 0 else output < outputs
+        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, present)
 
 
 def expert_outputs(

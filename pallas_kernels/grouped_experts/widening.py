@@ -33,6 +33,13 @@ def groups_of_step(words: int, order: Order) -> int:
     return words // GROUP_WORDS if order == "released" else max(BLOCK_GROUPS, words // GROUP_WORDS)
 
 
+def group_of(word: Array, order: Order) -> Array:
+    """Which scale of its row the int32 place of a word has."""
+    if order == "released":
+        return lax.div(word, GROUP_WORDS)
+    return lax.div(word, BLOCK_WORDS) * BLOCK_GROUPS + (lax.div(word, 2) & (BLOCK_GROUPS - 1))
+
+
 def first_group(word: Array, order: Order) -> Array:
     """The first of these scales for a step that begins at `word`."""
     return lax.div(word, GROUP_WORDS) if order == "released" else lax.div(word, BLOCK_WORDS) * BLOCK_GROUPS
@@ -78,14 +85,28 @@ def widen_e2m1(words: Array, scales: Array, order: Order, cuda: bool) -> list[Ar
     E8M0.
     """
     if not cuda:
-        powers = _spread(decode_e8m0(scales.astype(jnp.int32)) * 2.0**14, words.shape, order)
-        return [(scaled_e2m1(words, *field) * powers).astype(jnp.bfloat16) for field in FIELDS[order]]
-    spread = _spread(factors(scales), words.shape, order)
+        return _widen(words, _spread(_powers(scales), words.shape, order), order, cuda)
+    return _widen(words, _spread(factors(scales), words.shape, order), order, cuda)
+
+
+def widen_words(words: Array, scales: Array, order: Order, cuda: bool) -> list[Array]:
+    """The same with the scale of every word, [a, b], which `group_of` finds; for tiles that no tensor core reads."""
+    return _widen(words, factors(scales) if cuda else _powers(scales), order, cuda)
+
+
+def _powers(scales: Array) -> Array:
+    """uint8 E8M0 -> the factors of `scaled_e2m1`'s values, float32."""
+    return decode_e8m0(scales.astype(jnp.int32)) * 2.0**14
+
+
+def _widen(words: Array, factor: Array, order: Order, cuda: bool) -> list[Array]:
+    if not cuda:
+        return [(scaled_e2m1(words, *field) * factor).astype(jnp.bfloat16) for field in FIELDS[order]]
     parts = []
     for field in FIELDS[order]:
         [values] = backend.triton().elementwise_inline_asm(
             e2m1_cuda(*field),
-            args=[words, spread],
+            args=[words, factor],
             constraints="=r,r,r",
             pack=2,
             result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
