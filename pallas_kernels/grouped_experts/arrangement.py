@@ -60,20 +60,26 @@ def released(words: Array) -> Array:
 
 def by_code(x: Array, order: Order) -> Array:
     """Reorders the last axis [K] as kernels meet the codes of words: code 0 of all words, code 1 of all, and so on."""
-    coded = by_residue(x, CODES)
     if order == "released":
-        return coded
-    words = coded.reshape(*x.shape[:-1], CODES, x.shape[-1] // CODES)
-    return _interleaved(words).reshape(x.shape)
+        return by_residue(x, CODES)
+    words = x.shape[-1] // CODES
+    place = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    dim = place_of_word(lax.rem(place, words), order) * CODES + lax.div(place, words)
+    # Not a transposition: XLA makes one of groups this small by way of tiles it leaves nearly empty.
+    return x.at[..., dim].get(mode="promise_in_bounds")
 
 
 def place_by_code(dim: Array, dims: int, order: Order) -> Array:
     """Where `by_code` puts the int32 places `dim` of `dims`."""
-    word = lax.div(dim, CODES)
-    if order == "arranged":
-        # Bits 3 and 4 are the group of a block, bits 1 and 2 the pair of words of the group.
-        word = (word & ~(BLOCK_WORDS - 2)) | ((word & 6) << 2) | ((word >> 2) & 6)
-    return lax.rem(dim, CODES) * (dims // CODES) + word
+    return lax.rem(dim, CODES) * (dims // CODES) + place_of_word(lax.div(dim, CODES), order)
+
+
+def place_of_word(word: Array, order: Order) -> Array:
+    """Where the released word of int32 place `word` lies; its own inverse."""
+    if order == "released":
+        return word
+    # Bits 3 and 4 are the group of a block, bits 1 and 2 the pair of words of the group.
+    return (word & ~(BLOCK_WORDS - 2)) | ((word & 6) << 2) | ((word >> 2) & 6)
 
 
 def _interleaved(words: Array) -> Array:

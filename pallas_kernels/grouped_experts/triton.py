@@ -51,7 +51,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """rows: rows of a block, at least 16; hidden, down: the two products."""
+    """rows: rows of a block, at least 8 on NVIDIA GPUs and 16 on AMD ones; hidden, down: the two products."""
 
     rows: int
     hidden: Tile
@@ -62,26 +62,26 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
     """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
     if pairs >= LEAST_WIDE * experts:
         return wide_config(width, hidden, generation)
-    stages = 1 if generation == "rocm" else 3
-
-    def inner(dims: int, most: int) -> int:
-        size = LEAST_INNER
-        while size < most and dims // CODES % (2 * size) == 0:
-            size *= 2
-        return size
-
-    def tile(outputs: int, dims: int, most: int, warps: int) -> Tile:
-        return Tile(outputs, inner(dims, most), warps, stages)
-
+    rocm = generation == "rocm"
     mean, least = -(-pairs // experts), 32 * (hidden // 32)
+
+    def tile(outputs: int, dims: int, most: int, warps: int, stages: int = 3) -> Tile:
+        inner = LEAST_INNER
+        while inner < most and dims // CODES % (2 * inner) == 0:
+            inner *= 2
+        return Tile(outputs, inner, warps, 1 if rocm else stages)
+
     if mean >= 64:
-        rows, outputs, warps = (64, 64, 4) if generation == "rocm" else (128, 128, 8)
+        rows, outputs, warps = (64, 64, 4) if rocm else (128, 128, 8)
         return Config(rows, tile(min(outputs, least), width, 16, warps), tile(outputs, hidden, 16, warps))
-    rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
+    # A block should hold all rows of nearly every expert: one that takes a second block is read twice.
+    fewest = 16 if rocm else 8
+    rows = fewest if pairs <= MOST_UNSORTED else min(64, max(fewest, 1 << (2 * mean - 1).bit_length()))
     if rows > 16:
         return Config(rows, tile(min(64, least), width, 64, 4), tile(64, hidden, 64, 4))
-    # Measured on an H200 at 1, 8 and 64 rows: products of 32 rows or two warps wait for no warp group.
-    return Config(rows, tile(32, width, 64, 2), tile(64, hidden, 64, 2))
+    # Measured on an H200 at 1, 8 and 64 rows: products of 32 outputs and two warps wait for no warp group, and blocks
+    # of eight rows leave room for more of them on a multiprocessor.
+    return Config(rows, tile(32, width, 64, 2, stages=4), tile(32, hidden, 64, 2))
 
 
 def unsupported(x: Array, w1: object, w2: object) -> str | None:

@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import fake_q8
-from pallas_kernels.grouped_experts.arrangement import CODES, words_of
+from pallas_kernels.grouped_experts.arrangement import CODES, GROUP_WORDS, place_of_word, words_of
 from pallas_kernels.grouped_experts.blocks import Blocks
 from pallas_kernels.grouped_experts.triton_parts import load_rows, operand_of, store_rows, swiglu
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
-from pallas_kernels.grouped_experts.widening import group_of, widen_words
+from pallas_kernels.grouped_experts.widening import widen_words
 
 Array = jax.Array
 
@@ -61,7 +61,7 @@ def wide_config(width: int, hidden: int, generation: str) -> WideConfig:
 def _widen_kernel(
     words_ref: object, scales_ref: object, first_ref: object, out_ref: object, *, order: Order, cuda: bool
 ) -> None:
-    """Wide values of a few outputs of one expert, in the order of `by_code`."""
+    """Wide values of a few outputs of one expert, in the order of `by_code` of released words."""
     triton = backend.triton()
     _, outputs, width = words_ref.shape
     columns, rows = -(-width // WIDENED_WORDS), -(-outputs // WIDENED_OUTPUTS)
@@ -70,7 +70,6 @@ def _widen_kernel(
     output = (program // columns % rows) * WIDENED_OUTPUTS + jnp.arange(WIDENED_OUTPUTS, dtype=jnp.int32)
     word = (program % columns) * WIDENED_WORDS + jnp.arange(WIDENED_WORDS, dtype=jnp.int32)
     expert = first_ref[0] + local
-
     whole = outputs % WIDENED_OUTPUTS == 0 and width % WIDENED_WORDS == 0
 
     def at(ref: object, leading: Array, column: Array, last: int) -> tuple[object, Array | None]:
@@ -86,12 +85,12 @@ def _widen_kernel(
         place, inside = at(ref, expert, column, ref.shape[-1])
         return triton.load(place, mask=inside, other=None if whole else 0)
 
-    scales = load(scales_ref, group_of(word, order))
-    for code, values in enumerate(widen_words(load(words_ref, word), scales, order, cuda)):
+    scales = load(scales_ref, lax.div(word, GROUP_WORDS))
+    for code, values in enumerate(widen_words(load(words_ref, place_of_word(word, order)), scales, order, cuda)):
         column = code * width + word
-        place, inside = at(
-            out_ref, local, column if whole else jnp.where(word < width, column, CODES * width), CODES * width
-        )
+        if not whole:
+            column = jnp.where(word < width, column, CODES * width)
+        place, inside = at(out_ref, local, column, CODES * width)
         triton.store(place, values, mask=inside)
 
 
@@ -207,11 +206,11 @@ def expert_outputs(
 
         return lax.fori_loop(0, experts // held, some_experts, jnp.zeros((pairs, outputs), jnp.bfloat16))
 
-    first_weights, down = weights[:2], weights[2]
-    operand = operand_of(x, first_weights[0].order, cuda)
+    *first_weights, down = weights
+    operand = operand_of(x, "released", cuda)
     gate, up = (product(weight, operand, pair // chosen) for weight in first_weights)
     hidden = swiglu(gate.astype(jnp.float32), up.astype(jnp.float32), swiglu_limit) * routing[:, None]
     hidden = hidden.astype(jnp.bfloat16)
     if quantize_hidden:
         hidden = fake_q8(hidden)
-    return product(down, operand_of(hidden, down.order, cuda), pair)
+    return product(down, operand_of(hidden, "released", cuda), pair)

@@ -33,13 +33,6 @@ def groups_of_step(words: int, order: Order) -> int:
     return words // GROUP_WORDS if order == "released" else max(BLOCK_GROUPS, words // GROUP_WORDS)
 
 
-def group_of(word: Array, order: Order) -> Array:
-    """Which scale of its row the int32 place of a word has."""
-    if order == "released":
-        return lax.div(word, GROUP_WORDS)
-    return lax.div(word, BLOCK_WORDS) * BLOCK_GROUPS + (lax.div(word, 2) & (BLOCK_GROUPS - 1))
-
-
 def first_group(word: Array, order: Order) -> Array:
     """The first of these scales for a step that begins at `word`."""
     return lax.div(word, GROUP_WORDS) if order == "released" else lax.div(word, BLOCK_WORDS) * BLOCK_GROUPS
@@ -90,7 +83,7 @@ def widen_e2m1(words: Array, scales: Array, order: Order, cuda: bool) -> list[Ar
 
 
 def widen_words(words: Array, scales: Array, order: Order, cuda: bool) -> list[Array]:
-    """The same with the scale of every word, [a, b], which `group_of` finds; for tiles that no tensor core reads."""
+    """The same with the scale of every word, [a, b], and words in any order; for tiles that no tensor core reads."""
     return _widen(words, factors(scales) if cuda else _powers(scales), order, cuda)
 
 
