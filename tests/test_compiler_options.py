@@ -31,5 +31,8 @@ def test_this_xla_knows_the_options():
     with backend.use_target(backend.Target("triton", "cuda")):
         options = compiler_options(Parallel())
     assert jax.jit(lambda x: x + 1).lower(1).compile(options)(1) == 2
-    with pytest.raises(Exception, match="NO_SUCH_MODE"):
-        jax.jit(lambda x: x + 1).lower(1).compile(dict.fromkeys(options, "NO_SUCH_MODE"))
+    for name in options:
+        with pytest.raises(Exception, match="no_such"):
+            jax.jit(lambda x: x + 1).lower(1).compile({name: "no_such"})
+        with pytest.raises(Exception, match="No such compile option"):
+            jax.jit(lambda x: x + 1).lower(1).compile({name + "_at_all": "no_such"})

@@ -113,15 +113,16 @@ class CompiledStep:
     temporary_bytes: int
 
 
-def compiler_options(parallel: Parallel) -> dict[str, str]:
+def compiler_options(parallel: Parallel) -> dict[str, str | bool]:
     """What XLA is asked of a step, by the names of its options.
 
-    On one NVIDIA GPU: kernels of a captured graph run side by side where none needs the other, as those of the shared
-    expert beside the routed ones. XLA's default runs them one after the other. On a mesh collectives keep their order.
+    On one NVIDIA GPU kernels of a captured graph run side by side where none needs the other, as those of the shared
+    expert beside the routed ones (XLA's default runs them one after the other), and the layers of a run follow each
+    other without a condition between them. On a mesh collectives keep their order.
     """
     if parallel.chips > 1 or backend.current_target() != backend.Target("triton", "cuda"):
         return {}
-    return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_command_buffer_unroll_loops": True}
 
 
 def serve_step(
