@@ -29,6 +29,7 @@ from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
 from v41jax.bounded_replay import take_rows
 from v41jax.flow import Flow
+from v41jax.layers.collectives import Parallel
 from v41jax.layers.rows import Phase
 from v41jax.layers.vision import write_image_rows
 from v41jax.model import ForwardOutput, ModelSetup, forward, head
@@ -110,6 +111,18 @@ class CompiledStep:
     call: Callable[..., Any]
     seconds: float
     temporary_bytes: int
+
+
+def compiler_options(parallel: Parallel) -> dict[str, str | bool]:
+    """What XLA is asked of a step, by the names of its options.
+
+    On one NVIDIA GPU kernels of a captured graph run side by side where none needs the other, as those of the shared
+    expert beside the routed ones (XLA's default runs them one after the other), and the layers of a run follow each
+    other without a condition between them. On a mesh collectives keep their order.
+    """
+    if parallel.chips > 1 or backend.current_target() != backend.Target("triton", "cuda"):
+        return {}
+    return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_command_buffer_unroll_loops": True}
 
 
 def serve_step(
@@ -367,10 +380,9 @@ class ModelRunner:
         with backend.recording(self._operations):
             return self._lowered_step(shape, arguments)
 
-    @staticmethod
-    def _compile(lowered: Any, prepare: Callable[..., Sequence[Any]]) -> CompiledStep:
+    def _compile(self, lowered: Any, prepare: Callable[..., Sequence[Any]]) -> CompiledStep:
         began = time.perf_counter()
-        executable = lowered.compile()
+        executable = lowered.compile(compiler_options(self.setup.parallel))
         seconds = time.perf_counter() - began
         return CompiledStep(lambda *arguments: executable(*prepare(*arguments)), seconds, temporary_bytes(executable))
 
