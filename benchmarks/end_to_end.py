@@ -52,8 +52,10 @@ from scheduler.sequence import SamplingParams
 from scheduler.states import StateMaintenanceOps
 from v41jax.config import ModelConfig
 from v41jax.draft_runner import DraftRunner
+from v41jax.held_weights import arranges_experts
 from v41jax.layers.collectives import Parallel
 from v41jax.model import ModelSetup
+from v41jax.parameters import WeightForm
 from v41jax.plan_work import Rows, Work, least_work
 from v41jax.precision import Precision
 from v41jax.presets import preset
@@ -343,10 +345,11 @@ def build(arguments: argparse.Namespace, rates: Ceilings) -> Bench:
         max((geometry.pages_for(prompt) for prompt in arguments.prompts), default=1),
     )
     setup = ModelSetup(config, geometry, Precision(), options.kernels)
-    params = random_parameters(config, max_model_len=longest, seed=arguments.seed)
+    form: WeightForm = "arranged" if arranges_experts(options, config.text, on_mesh=False) else "stored"
+    params = random_parameters(config, max_model_len=longest, seed=arguments.seed, form=form)
     sizes = {"num_pages": pages, "num_slots": slots}
     if arguments.drafts:
-        runner: ModelRunner = DraftRunner(params, setup, random_draft(config, arguments.seed), **sizes)
+        runner: ModelRunner = DraftRunner(params, setup, random_draft(config, arguments.seed, form), **sizes)
     else:
         runner = ModelRunner(params, setup, **sizes)
     runner.replace_pools(random_pools(geometry, pages, slots))

@@ -20,7 +20,7 @@ from scheduler.pool_geometry import V41PoolGeometry
 from scheduler.pools import Pools, abstract
 from v41jax.config import ModelConfig
 from v41jax.draft_parameters import DraftParameters, draft_leaves
-from v41jax.parameters import Parameters, describe_schema, parameter_leaves
+from v41jax.parameters import Parameters, WeightForm, describe_schema, parameter_leaves
 
 Array = jax.Array
 
@@ -34,24 +34,25 @@ NORMS = ("attn_norm", "ffn_norm", "norm", "q_norm", "kv_norm", "k_norm", "q_weig
 GAINS = {"head": 2.0, "router.weight": 1.5}
 
 
-def random_parameters(config: ModelConfig, *, max_model_len: int, seed: int = 0) -> Parameters:
-    """Weights in their stored form.
+def random_parameters(
+    config: ModelConfig, *, max_model_len: int, seed: int = 0, form: WeightForm = "stored"
+) -> Parameters:
+    """Weights as an accelerator holds them.
 
     Args:
       config: of the model.
       max_model_len: positions that the RoPE tables cover.
       seed: of all of them.
+      form: "stored" or "arranged", whose random codes are as good in any order.
     """
     describe = describe_schema(config, "text")
-    leaves = parameter_leaves(config, describe, max_model_len=max_model_len, form="stored", dtype=jnp.bfloat16)
+    leaves = parameter_leaves(config, describe, max_model_len=max_model_len, form=form, dtype=jnp.bfloat16)
     return _drawn(leaves, config, seed)
 
 
-def random_draft(config: ModelConfig, seed: int = 0) -> DraftParameters:
-    """Weights of the draft in their stored form; its proposals are as good as random ones."""
-    return _drawn(
-        draft_leaves(config, describe_schema(config, "draft"), form="stored", dtype=jnp.bfloat16), config, seed
-    )
+def random_draft(config: ModelConfig, seed: int = 0, form: WeightForm = "stored") -> DraftParameters:
+    """Weights of the draft, as `random_parameters` makes them; its proposals are as good as random ones."""
+    return _drawn(draft_leaves(config, describe_schema(config, "draft"), form=form, dtype=jnp.bfloat16), config, seed)
 
 
 def _drawn(leaves: Any, config: ModelConfig, seed: int) -> Any:
@@ -62,7 +63,7 @@ def _drawn(leaves: Any, config: ModelConfig, seed: int) -> Any:
         key, name = next(keys), ".".join(part.name for part in path if hasattr(part, "name"))
         if name.startswith(("plain.", "yarn.")):
             return jax.device_put(leaf.read(None))
-        return _weight(key, name, leaf.shape, jnp.dtype(leaf.dtype), config.text.hc_mult)
+        return _weight(key, name, leaf.held.shape, jnp.dtype(leaf.held.dtype), config.text.hc_mult)
 
     return jax.tree_util.tree_map_with_path(make, leaves)
 
@@ -97,8 +98,8 @@ def _weight(key: Array, name: str, shape: tuple[int, ...], dtype: Any, streams: 
         inputs = 32 * shape[-1]
         step = 1 / math.sqrt(inputs) / (E2M1_DEVIATION if packed else E4M3_DEVIATION)
         return jnp.full(shape, SCALE_ONE + round(math.log2(step)), dtype)
-    if dtype == jnp.uint8:
-        return _bytes(key, shape)
+    if dtype in (jnp.uint8, jnp.uint16):
+        return _bits(key, shape, dtype)
     if dtype == jnp.float8_e4m3fn:
         return _normal(key, shape, dtype, E4M3_DEVIATION)
     if last in NORMS:
@@ -120,10 +121,10 @@ def _mix_base(shape: tuple[int, ...], streams: int) -> Array:
     return jnp.asarray(base)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _bytes(key: Array, shape: tuple[int, ...]) -> Array:
-    """Uniform bytes."""
-    return _in_blocks(lambda k, s: jax.random.bits(k, s, jnp.uint8), key, shape)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _bits(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Uniform bits of an unsigned `dtype`."""
+    return _in_blocks(lambda k, s: jax.random.bits(k, s, dtype), key, shape)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -152,4 +153,4 @@ def _rows(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _finite_bytes(key: Array, shape: tuple[int, ...]) -> Array:
-    return _bytes(key, shape) & jnp.uint8(0xF7)
+    return _bits(key, shape, jnp.uint8) & jnp.uint8(0xF7)

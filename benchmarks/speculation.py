@@ -175,8 +175,7 @@ def measurements(directory: Path, arguments: argparse.Namespace) -> Iterator[dic
         runner, drafts = engine.core.runner, engine.core.drafts
         assert drafts is not None
         device = jax.devices()[0].device_kind
-        form = "dequantized" if jax.default_backend() == "cpu" else "stored"
-        identity = running_identity(directory, runner.setup, device=device, weights=form)
+        identity = running_identity(directory, runner.setup, device=device, weights=engine.weights)
         for name, draft in drafts_of(runner.draft_parameters, replies, vocabulary):
             runner.draft_parameters = draft
             profile = None

@@ -128,13 +128,21 @@ def in_words(values: Array, dtype: jax.typing.DTypeLike) -> Array:
     return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], values.shape[-1] // size, size), dtype)
 
 
-def scaled_e2m1(codes: Array) -> Array:
-    """uint16 E2M1 codes (higher bits ignored) -> float32 value times 2^-14.
+def shifted(words: Array, by: int) -> Array:
+    """Unsigned integers shifted to the left by `by` bits, or to the right where it is negative."""
+    return words << by if by > 0 else words >> -by if by < 0 else words
+
+
+def scaled_e2m1(words: Array, low: int = 0, sign: int = 3) -> Array:
+    """uint16 words that hold an E2M1 code among other bits -> float32 value times 2^-14.
 
     A float16 whose exponent and mantissa bits are the code's own is that value, subnormals included; its widening to
     float32 is one instruction where `decode_e2m1` needs a comparison and two selections.
+
+    low: the lowest of the code's exponent and mantissa bits, which are three; sign: the bit of its sign.
     """
-    return lax.bitcast_convert_type(((codes & 7) << 9) | ((codes & 8) << 12), jnp.float16).astype(jnp.float32)
+    bits = (shifted(words, 9 - low) & 0x0E00) | (shifted(words, 15 - sign) & 0x8000)
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def scaled_e4m3(codes: Array) -> Array:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,6 +50,11 @@ def prompts():
 @pytest.fixture(scope="module")
 def alone(engine, prompts):
     return [engine.generate([prompt])[0].tokens for prompt in prompts]
+
+
+def test_a_cpu_widens_its_weights_at_load(engine):
+    assert engine.weights == "dequantized"
+    assert not any(leaf.dtype in (np.uint8, np.uint16) for leaf in jax.tree.leaves(engine.core.runner.params))
 
 
 def test_greedy_tokens_are_those_of_full_forwards(alone, prompts):

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from checkpoints.load import Checkpoint
 from checkpoints.safetensors_file import ARRAY_DTYPES
 from checkpoints.schema import tensor_schema
+from pallas_kernels.grouped_experts.arrangement import arranged
 from tests.helpers import golden
 from tests.helpers.models import model
 from v41jax.config import LayerMode
@@ -17,6 +18,7 @@ from v41jax.parameters import (
     Leaf,
     abstract_parameters,
     aligned_empty,
+    describe_checkpoint,
     layer_weights,
     load_parameters,
     parameter_leaves,
@@ -77,7 +79,7 @@ def test_leaves_read_into_memory_that_jax_adopts():
     assert jax.device_put(leaf).unsafe_buffer_pointer() == leaf.ctypes.data
 
 
-@pytest.mark.parametrize("form", ["stored", "dequantized"])
+@pytest.mark.parametrize("form", ["stored", "arranged", "dequantized"])
 def test_the_schema_alone_describes_what_a_load_gives(form):
     config = preset("pico")
     schema = tensor_schema(config, scopes=("text",))
@@ -102,6 +104,32 @@ def test_widened_weights_are_codes_times_scales():
     wanted = dequantize_expert(tensor(f"{name}.weight"), tensor(f"{name}.scale"))
     assert np.array_equal(weights.moe.experts.w2.values[weights.moe.layer, 5], wanted)
     assert weights.compressor is None and weights.indexer is None and weights.engram is None
+
+
+def test_arranged_weights_are_the_stored_ones_with_experts_of_whole_blocks_rearranged():
+    stored, moved = (model("pico", form=form).params for form in ("stored", "arranged"))
+    for run, moved_run in zip(stored.runs, moved.runs, strict=True):
+        experts, moved_experts = run.moe.experts, moved_run.moe.experts
+        assert moved_experts.w1.values.dtype == moved_experts.w3.values.dtype == np.uint16
+        assert moved_experts.w2.values.dtype == np.uint8, "64 inner dims are no whole block"
+        for name in ("w1", "w3"):
+            expected = arranged(getattr(experts, name).values)
+            assert np.array_equal(getattr(moved_experts, name).values, expected)
+        plain = experts._replace(w1=moved_experts.w1, w3=moved_experts.w3)
+        run = run._replace(moe=run.moe._replace(experts=plain))
+        for a, b in zip(jax.tree.leaves(run), jax.tree.leaves(moved_run), strict=True):
+            assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def test_arranged_weights_are_refused_on_a_mesh():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    with Checkpoint.open(golden.directory("pico")) as checkpoint:
+        leaves = parameter_leaves(
+            checkpoint.config, describe_checkpoint(checkpoint), max_model_len=32, form="arranged", dtype=np.float32
+        )
+        shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), leaves)
+        with pytest.raises(ValueError, match='load "stored" ones onto a mesh'):
+            load_parameters(checkpoint, max_model_len=32, form="arranged", shardings=shardings)
 
 
 def test_a_layer_that_does_not_exist_is_refused():

@@ -18,13 +18,13 @@ from pallas_kernels import backend
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
+from v41jax.compiled_steps import Lowered
 from v41jax.draft_parameters import DraftParameters
 from v41jax.dspark import DraftBlock, check_draft
 from v41jax.model import ModelSetup
 from v41jax.packed_arguments import Packing
 from v41jax.parameters import Parameters
 from v41jax.runner import (
-    Lowered,
     ModelRunner,
     ProgramKey,
     StepOutput,
@@ -213,6 +213,9 @@ class DraftRunner(ModelRunner):
         def packed_draft(weights: DraftingWeights, pools: Pools, words: Array) -> tuple[Pools, DraftBlock]:
             return draft(weights, pools, *packing.unpack(words))
 
+        def prepare(weights: DraftingWeights, pools: Pools, *small: Any) -> Sequence[Any]:
+            return weights, pools, packing.pack(list(small))
+
         words = jax.ShapeDtypeStruct((packing.words,), jnp.int32)
         lowered = jax.jit(packed_draft, donate_argnums=1).lower(weights, pools, words)
-        return lowered, lambda weights, pools, *small: (weights, pools, packing.pack(list(small)))
+        return Lowered(lowered, prepare, self.setup.parallel)

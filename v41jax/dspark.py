@@ -27,7 +27,7 @@ from v41jax.layers.attention import (
 )
 from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.linear import linear, product, quantize_input
-from v41jax.layers.moe import moe
+from v41jax.layers.moe import codes_read, moe
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import at_positions
 from v41jax.layers.rows import Requests, Rows
@@ -317,7 +317,8 @@ def draft_stage(
     streams = expand(output, streams, coefficients)
 
     ffn = mixes(streams, weights.ffn_mix, text, kernels)
-    inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, kernels, routed=True)
+    codes = codes_read(weights.moe)
+    inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, kernels, codes=codes)
     output, _ = moe(
         inputs,
         weights.moe,

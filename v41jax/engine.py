@@ -43,7 +43,7 @@ from v41jax.engine_requests import Delta, Generation, LiveRequest, Prompt
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
-from v41jax.held_weights import accepts_images, precision_of
+from v41jax.held_weights import accepts_images, arranges_experts, precision_of
 from v41jax.host_joining import describe
 from v41jax.host_options import hosts_of, shared_of
 from v41jax.image_leases import ImageCapacityError
@@ -83,6 +83,7 @@ class Engine:
       tokenizer: of the checkpoint; None when it has none.
       budget: how the pools were sized.
       max_waiting: requests that may wait; more are refused. None is no limit.
+      weights: form of the weights.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class Engine:
         budget: PoolBudget,
         resources: Iterable[Any] = (),
         followers: Followers | None = None,
+        weights: WeightForm = "stored",
     ):
         self.config = config
         self.core = core
         self.tokenizer = tokenizer
         self.budget = budget
         self.max_waiting: int | None = None
+        self.weights: WeightForm = weights
         self._resources = tuple(resources)
         self._followers = followers
         self._live: dict[RequestId, LiveRequest] = {}
@@ -121,7 +124,8 @@ class Engine:
           directory: a checkpoint in the released layout.
           config: options; None takes the defaults.
           warm_up: compile every step the buckets can need before returning; otherwise at first use.
-          weights: "stored" or "dequantized"; None dequantizes on a CPU and keeps the stored codes elsewhere.
+          weights: "stored", "arranged" (on one device) or "dequantized"; None dequantizes on a CPU and keeps the stored
+            codes elsewhere, arranged where the GPU kernel of the routed experts reads them.
           calibrates: drafts report confidences and every number of proposals has a program of its own, as with a
             calibration profile but without one: to measure it.
 
@@ -147,8 +151,10 @@ class Engine:
         followers = None if hosts is None else lead(hosts, shared_of(config, directory, weights))
         resources: list[Any] = [] if followers is None else [followers]
         try:
+            on_mesh = parallel.chips > 1 or hosts is not None
             if weights is None:
-                weights = "dequantized" if jax.default_backend() == "cpu" else "stored"
+                arranges = arranges_experts(config, serving.model.text, on_mesh=on_mesh)
+                weights = "dequantized" if jax.default_backend() == "cpu" else "arranged" if arranges else "stored"
             has_tower = config.vision == "auto" and "vision" in available_scopes(directory)
             sees = accepts_images(config, has_tower=has_tower, several_processes=hosts is not None)
             drafts = serving.drafts
@@ -172,7 +178,7 @@ class Engine:
                 lookup = EngramLookup(checkpoint.config, token_map, tables)
             max_model_len = config.model_len(view)
             load = {"max_model_len": max_model_len, "form": weights, "dtype": precision.activation_dtype}
-            mesh = make_mesh(parallel) if parallel.chips > 1 or hosts is not None else None
+            mesh = make_mesh(parallel) if on_mesh else None
             if mesh is None:
                 params = load_parameters(checkpoint, **load)
             else:
@@ -226,7 +232,7 @@ class Engine:
                 resource.close()
             raise
         core = EngineCore(scheduler, runner, buckets, lookup, images, engine_drafts)
-        return cls(config, core, tokenizer, budget, resources, followers)
+        return cls(config, core, tokenizer, budget, resources, followers, weights)
 
     def __enter__(self) -> Engine:
         return self

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.grouped_experts import reads_arranged
 from scheduler.runtime_config import EngineConfig
-from v41jax.config import ModelConfig
+from v41jax.config import ModelConfig, TextConfig
 from v41jax.draft_parameters import DraftParameters, draft_leaves
 from v41jax.engram_device_tables import ROWS, table_shapes
 from v41jax.layers.collectives import DATA, MODEL, Parallel
@@ -31,6 +32,18 @@ def precision_of(config: EngineConfig) -> Precision:
     return Precision(activation_dtype=jnp.dtype(config.dtype), activation_quantization=config.activation_quantization)
 
 
+def arranges_experts(config: EngineConfig, text: TextConfig, *, on_mesh: bool) -> bool:
+    """Whether an engine loads weights "arranged": where the GPU kernel of the routed experts will read them.
+
+    Args:
+      config: its options.
+      text: of the model.
+      on_mesh: weights are cut over a mesh, on which they stay as stored.
+    """
+    reads = reads_arranged(text.hidden_size, text.moe_intermediate_size, config.dtype)
+    return reads and config.kernels != "xla" and not on_mesh
+
+
 def accepts_images(config: EngineConfig, *, has_tower: bool, several_processes: bool) -> bool:
     """Whether an engine loads the vision tower.
 
@@ -45,7 +58,8 @@ def accepts_images(config: EngineConfig, *, has_tower: bool, several_processes: 
 def abstract_held(
     config: EngineConfig, model: ModelConfig, parallel: Parallel, max_model_len: int, *, sees: bool
 ) -> Held:
-    """Shapes of everything held, in the stored form of an accelerator, with the shardings of a mesh.
+    """Shapes of everything held, in the stored form of an accelerator, with the shardings of a mesh. Arranged weights
+    take as many bytes.
 
     Args:
       config: options.

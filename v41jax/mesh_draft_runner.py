@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
+from v41jax.compiled_steps import Lowered
 from v41jax.draft_parameters import DraftParameters, draft_leaves
 from v41jax.draft_runner import DraftingWeights, DraftRunner, verified_output
 from v41jax.dspark import DraftBlock, DraftRequests, committed_requests, draft_hidden, propose
@@ -25,7 +26,7 @@ from v41jax.mesh_forward import mesh_forward, whole_step
 from v41jax.mesh_runner import MeshRunner, mesh_serve_step
 from v41jax.model import ModelSetup
 from v41jax.parameters import Parameters, TensorSource, WeightForm, describe_checkpoint, load_leaves
-from v41jax.runner import Lowered, StepOutput, StepSampling
+from v41jax.runner import StepOutput, StepSampling
 from v41jax.sampling import SamplingInputs
 from v41jax.sharding import pool_specs, shardings, weight_specs
 from v41jax.speculative_steps import accept_and_commit
@@ -157,4 +158,4 @@ class MeshDraftRunner(DraftRunner, MeshRunner):
             out_shardings=shardings(self.mesh, results),
         )
         # Not packed: every shard is sent its own rows only.
-        return draft.lower(*arguments), lambda *given: given
+        return Lowered(draft.lower(*arguments), lambda *given: given, self.setup.parallel)

@@ -27,7 +27,7 @@ from v41jax.layers.compressor import OwnerMemory, compress
 from v41jax.layers.engram import embed_rows, engram
 from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.linear import product
-from v41jax.layers.moe import Routing, moe
+from v41jax.layers.moe import Routing, codes_read, moe
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
 from v41jax.parameters import LayerWeights, Parameters, Run, layer_of_run, layer_weights, plan_runs
@@ -415,7 +415,8 @@ def block(
     streams = expand(output, flow.streams, coefficients)
 
     ffn = mixes(streams, weights.ffn_mix, text, setup.kernels)
-    inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, setup.kernels, routed=True)
+    codes = codes_read(weights.moe)
+    inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, setup.kernels, codes=codes)
     output, routing = moe(
         inputs,
         weights.moe,

@@ -18,6 +18,7 @@ import numpy as np
 
 from checkpoints.safetensors_file import ARRAY_DTYPES
 from checkpoints.schema import tensor_schema
+from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, arranged
 from v41jax.config import LayerMode, LayerTopology, ModelConfig, TextConfig
 from v41jax.layers.attention import AttentionWeights
 from v41jax.layers.compressor import CompressorWeights
@@ -33,8 +34,9 @@ from v41jax.quantization_numpy import dequantize_dense, dequantize_expert
 Array = jax.Array
 Tree = TypeVar("Tree")
 
-WeightForm = Literal["stored", "dequantized"]
-"""`stored`: FP8 and FP4 codes with their scales. `dequantized`: widened to the activation dtype at load."""
+WeightForm = Literal["stored", "arranged", "dequantized"]
+"""`stored`: FP8 and FP4 codes with their scales. `arranged`: the same, and FP4 codes are put in the order of the GPU
+kernels at load, on one device. `dequantized`: widened to the activation dtype at load."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -139,12 +141,21 @@ class Leaf:
       dtype: of the array.
       fill: (checkpoint, one slice per dimension, array of the slice's shape to be filled).
       names: tensors it is made of; empty for what is computed.
+      arranged: packed experts that are put in the order of the GPU kernels once they are on the device; `shape` and
+        `dtype` are those of what is read.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     fill: Callable[[TensorSource, Index, np.ndarray], None]
     names: tuple[str, ...] = ()
+    arranged: bool = False
+
+    @property
+    def held(self) -> jax.ShapeDtypeStruct:
+        """What lies on the device after the load."""
+        whole = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return jax.eval_shape(arranged, whole) if self.arranged else whole
 
     def read(self, checkpoint: TensorSource, index: Index | None = None) -> np.ndarray:
         """The slice `index`, or all of it, in memory of its own."""
@@ -184,7 +195,7 @@ def stack(leaves: Iterable[Leaf]) -> Leaf:
             part.fill(checkpoint, index[1:], out[position])
 
     names = tuple(name for part in parts for name in part.names)
-    return Leaf((len(parts), *parts[0].shape), parts[0].dtype, fill, names)
+    return Leaf((len(parts), *parts[0].shape), parts[0].dtype, fill, names, parts[0].arranged)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -202,7 +213,7 @@ class LayerLeaves:
         self.describe = describe
         self.form = form
         self.dtype = np.dtype(dtype)
-        self.wide_dtype = BFLOAT16 if form == "stored" else self.dtype
+        self.wide_dtype = self.dtype if form == "dequantized" else BFLOAT16
         self.packed_experts = config.expert_dtype == "fp4"
 
     def plain(self, name: str) -> Leaf:
@@ -215,21 +226,21 @@ class LayerLeaves:
         return leaf_of(shape, dtype, (f"{name}.weight", f"{name}.scale"), dequantize_dense)
 
     def dense(self, name: str) -> LinearWeight:
-        if self.form == "stored":
-            return LinearWeight(self.plain(f"{name}.weight"), self.plain(f"{name}.scale"))
-        return LinearWeight(self.widened(name, self.dtype))
+        if self.form == "dequantized":
+            return LinearWeight(self.widened(name, self.dtype))
+        return LinearWeight(self.plain(f"{name}.weight"), self.plain(f"{name}.scale"))
 
     def experts(self, prefix: str, count: int, matrix: str) -> LinearWeight:
         names = [f"{prefix}.{expert}.{matrix}" for expert in range(count)]
         if not self.packed_experts:
             # A lossless widening of the released experts; they have no stored form of their own here.
             return LinearWeight(stack(self.widened(name, self.wide_dtype) for name in names))
-        if self.form == "stored":
-            return LinearWeight(
-                stack(self.plain(f"{name}.weight") for name in names),
-                stack(self.plain(f"{name}.scale") for name in names),
-            )
-        return LinearWeight(stack(self._widened_expert(name) for name in names))
+        if self.form == "dequantized":
+            return LinearWeight(stack(self._widened_expert(name) for name in names))
+        packed = stack(self.plain(f"{name}.weight") for name in names)
+        if self.form == "arranged":
+            packed = dataclasses.replace(packed, arranged=2 * packed.shape[-1] % BLOCK_DIMS == 0)
+        return LinearWeight(packed, stack(self.plain(f"{name}.scale") for name in names))
 
     def _widened_expert(self, name: str) -> Leaf:
         rows, half = self.describe(f"{name}.weight")[0]
@@ -348,7 +359,7 @@ def _table_leaves(frequencies: np.ndarray, positions: int) -> RopeTable:
 
 def abstract_parameters(leaves: Tree) -> Tree:
     """The same pytree of `jax.ShapeDtypeStruct`, for compiling without weights."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
+    return jax.tree.map(lambda leaf: leaf.held, leaves)
 
 
 def load_parameters(
@@ -368,6 +379,9 @@ def load_parameters(
       dtype: of widened weights (the activation dtype).
       shardings: a pytree of shardings like the result; every process then reads only its shards. None puts whole
         arrays on the default device.
+
+    Raises:
+      ValueError: the form "arranged" with shardings.
     """
 
     describe = describe_checkpoint(checkpoint)
@@ -397,6 +411,8 @@ def describe_schema(config: ModelConfig, scope: str) -> Describe:
 
 def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None = None) -> Tree:
     """Reads a pytree of `Leaf`s, one after the other; see `load_parameters`."""
+    if shardings is not None and any(leaf.arranged for leaf in jax.tree.leaves(leaves)):
+        raise ValueError('weights "arranged" are for one device: load "stored" ones onto a mesh')
 
     def place(leaf: Leaf, sharding: jax.sharding.Sharding | None = None) -> Array:
         if sharding is not None:
@@ -410,11 +426,16 @@ def load_leaves(checkpoint: TensorSource, leaves: Tree, shardings: Tree | None =
                 return read[key]
 
             return jax.make_array_from_callback(leaf.shape, sharding, slice_of)
-        return jax.device_put(leaf.read(checkpoint))
+        read_whole = jax.device_put(leaf.read(checkpoint))
+        # Waited for: what was read is freed before the next leaf comes, which takes as much again.
+        return jax.block_until_ready(_arrange(read_whole)) if leaf.arranged else read_whole
 
     if shardings is None:
         return jax.tree.map(place, leaves)
     return jax.tree.map(place, leaves, shardings)
+
+
+_arrange = jax.jit(arranged)
 
 
 def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:

@@ -211,8 +211,9 @@ def _chip_size(params: Any, parallel: Parallel) -> _Size:
 
     def elements(path: tuple[Any, ...], leaf: Any) -> Any:
         scale = getattr(path[-1], "name", "") == "scales"
-        packed = 1 if leaf.dtype == np.uint8 and not scale else 0
-        return jax.ShapeDtypeStruct((0,) if scale else (*leaf.shape[:-1], leaf.shape[-1] << packed), np.uint8)
+        # Two codes a byte, in bytes as stored or in words.
+        codes = 2 * leaf.dtype.itemsize if leaf.dtype in (np.uint8, np.uint16) else 1
+        return jax.ShapeDtypeStruct((0,) if scale else (*leaf.shape[:-1], leaf.shape[-1] * codes), np.uint8)
 
     counted = jax.tree_util.tree_map_with_path(elements, params)
     return _Size(chip_bytes(params, specs, parallel), chip_bytes(counted, specs, parallel))

@@ -7,13 +7,11 @@ nothing that varies between steps is captured in a closure. What to run is the s
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
@@ -29,6 +27,7 @@ from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
 from v41jax.bounded_replay import take_rows
+from v41jax.compiled_steps import CompiledStep, Lowered, compiled
 from v41jax.flow import Flow
 from v41jax.layers.rows import Phase
 from v41jax.layers.vision import write_image_rows
@@ -58,9 +57,6 @@ SCORED_ROWS = 128
 
 ProgramKey = tuple[StepShape, bool] | int
 """Names a program: a step's shape and whether its rows take image embeddings, or the requests of a draft call."""
-
-Lowered = tuple[Any, Callable[..., Sequence[Any]]]
-"""A lowered program, and what makes its arguments of those of the pure function."""
 
 
 class StepOutput(NamedTuple):
@@ -101,21 +97,6 @@ class StepSampling(NamedTuple):
 
 class StateMismatchError(RuntimeError):
     """A slot's cursor disagrees with the scheduler: its state must be rebuilt from a recoverable boundary."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledStep:
-    """One program.
-
-    Attributes:
-      call: the executable, with its arguments made from those of the pure function.
-      seconds: time it took to compile (or to fetch from the persistent cache).
-      temporary_bytes: device memory it needs besides arguments and results.
-    """
-
-    call: Callable[..., Any]
-    seconds: float
-    temporary_bytes: int
 
 
 def serve_step(
@@ -294,7 +275,8 @@ class ModelRunner:
         def packed_step(*packed: Any) -> tuple[Pools, Array, StepOutput]:
             return step(*packing.unpack(*packed))
 
-        return jax.jit(packed_step, donate_argnums=(1, 2)).lower(*packing.abstract), packing.pack
+        lowered = jax.jit(packed_step, donate_argnums=(1, 2)).lower(*packing.abstract)
+        return Lowered(lowered, packing.pack, self.setup.parallel)
 
     @property
     def pools(self) -> Pools:
@@ -341,14 +323,14 @@ class ModelRunner:
         # Tracing holds the interpreter, compiling does not.
         with ThreadPoolExecutor(min(MOST_COMPILING, os.cpu_count() or 1)) as pool:
             wanted = dict.fromkeys(key for key in keys if key not in self._compiled)
-            for key, program in [(key, pool.submit(self._compile, *self._lower(key))) for key in wanted]:
+            for key, program in [(key, pool.submit(compiled, self._lower(key))) for key in wanted]:
                 self._compiled[key] = program.result()
         self.load_adjustments(0, np.zeros(self._adjustments.shape[1], np.float32))
         self._warm = True
 
     def _program(self, key: ProgramKey) -> CompiledStep:
         if key not in self._compiled:
-            self._compiled[key] = self._compile(*self._lower(key))
+            self._compiled[key] = compiled(self._lower(key))
         return self._compiled[key]
 
     def _lower(self, key: ProgramKey) -> Lowered:
@@ -372,13 +354,6 @@ class ModelRunner:
             arguments.append(image_shape(setup.config, shards * shape.rows, setup.precision.activation_dtype))
         with backend.recording(self._operations):
             return self._lowered_step(shape, arguments)
-
-    @staticmethod
-    def _compile(lowered: Any, prepare: Callable[..., Sequence[Any]]) -> CompiledStep:
-        began = time.perf_counter()
-        executable = lowered.compile()
-        seconds = time.perf_counter() - began
-        return CompiledStep(lambda *arguments: executable(*prepare(*arguments)), seconds, temporary_bytes(executable))
 
     def note_compilation(self, what: object) -> None:
         """Counts a compilation that warm-up should have done."""
@@ -584,11 +559,6 @@ def sampling_inputs(rows: Sequence[SamplingRow], outputs: int, places: Iterable[
 def sampled_rows(shape: StepShape) -> int:
     """Entries of a step's `SamplingInputs`: its output rows, or the requests of a verification."""
     return shape.requests if shape.verifies else shape.outputs
-
-
-def temporary_bytes(executable: Any) -> int:
-    """Device memory that a compiled program needs besides arguments and results."""
-    return int(getattr(executable.memory_analysis(), "temp_size_in_bytes", 0) or 0)
 
 
 def abstract(tree: Any) -> Any:

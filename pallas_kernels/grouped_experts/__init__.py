@@ -10,9 +10,10 @@ from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.grouped_experts import dense, tpu, triton, xla
-from pallas_kernels.grouped_experts.types import ExpertWeights
+from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS
+from pallas_kernels.grouped_experts.types import ExpertWeights, Order
 
-__all__ = ["ExpertWeights", "grouped_experts"]
+__all__ = ["ExpertWeights", "Order", "grouped_experts", "reads_arranged"]
 
 Array = jax.Array
 
@@ -44,15 +45,16 @@ def grouped_experts(
       expert_ids: [N, k] int32. Ids outside 0 .. E - 1 contribute nothing, which is how a shard that holds some of the
         experts passes ids relative to its first one. The ids of a row are distinct.
       weights: [N, k] float32 routing weights, multiplied into the hidden values before they are rounded.
-      w1, w3: gate and up matrices, [E, F, D] of any float dtype, or `ExpertWeights` of that logical shape.
-      w2: down matrices, [E, D, F], likewise.
+      w1, w3: gate and up matrices, [E, F, D] of any float dtype, or `ExpertWeights` of that logical shape. Both
+        are of the same order of codes.
+      w2: down matrices, [E, D, F], likewise, of either order.
       swiglu_limit: upper clamp of the gate and two-sided clamp of the up value; <= 0 for no clamp.
       quantize_hidden: fake-quantize (Q8) the hidden values after their rounding to the activation dtype.
       valid: [N] bool; rows that are False read no expert and give zeros.
       layer: int32 scalar or int; w1, w3 and w2 then have one more leading axis, layers, and this one is read in place,
         without a copy of its matrices.
-      codes: x as the GPU kernel of few rows reads it, where that exists already (`QuantizedRows.codes`); no other
-        implementation reads it.
+      codes: x as the GPU kernel of few rows reads it, in the order of w1, where that exists already
+        (`QuantizedRows.codes`); no other implementation reads it.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -61,9 +63,11 @@ def grouped_experts(
       order.
 
     Raises:
-      ValueError: for an unknown implementation.
+      ValueError: for an unknown implementation, w1 and w3 of different orders, or arranged weights whose inner width
+        is not a multiple of 128.
       KernelUnsupportedError: "pallas" where no kernel runs.
     """
+    _check_orders(w1, w3, w2)
     choice = backend.choose(
         "grouped_experts",
         implementation,
@@ -91,6 +95,31 @@ def grouped_experts(
         "tpu": functools.partial(tpu.grouped_experts, interpret=choice.interpret),
     }[choice.implementation]
     return run(x, expert_ids, weights, w1, w3, w2, layers=layers, **options)
+
+
+def reads_arranged(width: int, hidden: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether `auto` runs, on the current target, a kernel for which arranged weights are the faster ones.
+
+    Args:
+      width, hidden: D and F of the experts.
+      dtype: of the activations.
+    """
+    target = backend.current_target()
+    runs = triton.unsupported_sizes(jnp.dtype(dtype), width, hidden) is None
+    return target.route == "triton" and not target.interpret and runs
+
+
+def _check_orders(w1: ExpertWeights | Array, w3: ExpertWeights | Array, w2: ExpertWeights | Array) -> None:
+    packed = {name: w for name, w in (("w1", w1), ("w3", w3), ("w2", w2)) if isinstance(w, ExpertWeights)}
+    faults = [
+        f"{name} is arranged but its {weight.inputs} inner dims are not a multiple of {BLOCK_DIMS}"
+        for name, weight in packed.items()
+        if weight.order == "arranged" and weight.inputs % BLOCK_DIMS
+    ]
+    if len({packed[name].order for name in ("w1", "w3") if name in packed}) > 1:
+        faults.append(f"w1 is {packed['w1'].order} and w3 is {packed['w3'].order}: both must have one order")
+    if faults:
+        raise ValueError(f"grouped_experts: {'; '.join(faults)}")
 
 
 def _joined(weight: ExpertWeights | Array) -> ExpertWeights | Array:

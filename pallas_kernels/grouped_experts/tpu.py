@@ -49,6 +49,8 @@ def unsupported(x: Array, w1: object, w2: object) -> str | None:
         return f"it computes in bfloat16, not {x.dtype.name}"
     if not isinstance(w1, ExpertWeights) or not isinstance(w2, ExpertWeights):
         return "it reads packed weights, not dequantized ones"
+    if "arranged" in (w1.order, w2.order):
+        return "it reads packed weights in the released order, not arranged ones"
     for part in (w1.packed, w2.packed):
         if inner_step(part.shape[-1]) > WHOLE_INNER:
             return f"{2 * part.shape[-1]} inner dims are more than {2 * WHOLE_INNER} and not a multiple of {2 * LANES}"

@@ -17,11 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
+from pallas_kernels.grouped_experts.arrangement import CODES, place_by_code, words_of
 from pallas_kernels.grouped_experts.blocks import MOST_UNSORTED, Blocks, blocks_of
-from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, place_by_code, store_rows
+from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, store_rows
 from pallas_kernels.grouped_experts.triton_wide import WideConfig, expert_outputs, wide_config
-from pallas_kernels.grouped_experts.types import ExpertWeights
-from pallas_kernels.grouped_experts.widening import CODES, GROUP_WORDS, widen_e2m1, words_of
+from pallas_kernels.grouped_experts.types import ExpertWeights, Order
+from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
 from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
@@ -50,7 +51,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """rows: rows of a block, at least 16; hidden, down: the two products."""
+    """rows: rows of a block, at least 8 on NVIDIA GPUs and 16 on AMD ones; hidden, down: the two products."""
 
     rows: int
     hidden: Tile
@@ -61,38 +62,42 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
     """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
     if pairs >= LEAST_WIDE * experts:
         return wide_config(width, hidden, generation)
-    stages = 1 if generation == "rocm" else 3
-
-    def inner(dims: int, most: int) -> int:
-        size = LEAST_INNER
-        while size < most and dims // CODES % (2 * size) == 0:
-            size *= 2
-        return size
-
-    def tile(outputs: int, dims: int, most: int, warps: int) -> Tile:
-        return Tile(outputs, inner(dims, most), warps, stages)
-
+    rocm = generation == "rocm"
     mean, least = -(-pairs // experts), 32 * (hidden // 32)
+
+    def tile(outputs: int, dims: int, most: int, warps: int, stages: int = 3) -> Tile:
+        inner = LEAST_INNER
+        while inner < most and dims // CODES % (2 * inner) == 0:
+            inner *= 2
+        return Tile(outputs, inner, warps, 1 if rocm else stages)
+
     if mean >= 64:
-        rows, outputs, warps = (64, 64, 4) if generation == "rocm" else (128, 128, 8)
+        rows, outputs, warps = (64, 64, 4) if rocm else (128, 128, 8)
         return Config(rows, tile(min(outputs, least), width, 16, warps), tile(outputs, hidden, 16, warps))
-    rows = 16 if pairs <= MOST_UNSORTED else min(64, max(16, 1 << (mean - 1).bit_length()))
+    # A block should hold all rows of nearly every expert: one that takes a second block is read twice.
+    fewest = 16 if rocm else 8
+    rows = fewest if pairs <= MOST_UNSORTED else min(64, max(fewest, 1 << (2 * mean - 1).bit_length()))
     if rows > 16:
         return Config(rows, tile(min(64, least), width, 64, 4), tile(64, hidden, 64, 4))
-    # Measured on an H200 at 1, 8 and 64 rows: products of 32 rows or two warps wait for no warp group.
-    return Config(rows, tile(32, width, 64, 2), tile(64, hidden, 64, 2))
+    # Measured on an H200 at 1, 8 and 64 rows: products of 32 outputs and two warps wait for no warp group, and blocks
+    # of eight rows leave room for more of them on a multiprocessor.
+    return Config(rows, tile(32, width, 64, 2, stages=4), tile(32, hidden, 64, 2))
 
 
 def unsupported(x: Array, w1: object, w2: object) -> str | None:
     """Why the kernel cannot run on these arrays, or None."""
-    if x.dtype != jnp.bfloat16:
-        return f"it computes in bfloat16, not {x.dtype.name}"
     if not isinstance(w1, ExpertWeights) or not isinstance(w2, ExpertWeights):
-        return "it reads packed weights, not dequantized ones"
-    for part in (w1.packed, w2.packed):
-        inputs = 2 * part.shape[-1]
-        if inputs % (CODES * LEAST_INNER):
-            return f"{inputs} inner dims are not a multiple of {CODES * LEAST_INNER}"
+        return unsupported_sizes(x.dtype) or "it reads packed weights, not dequantized ones"
+    return unsupported_sizes(x.dtype, w1.inputs, w2.inputs)
+
+
+def unsupported_sizes(dtype: jnp.dtype, *inputs: int) -> str | None:
+    """Why the kernel cannot run on activations of `dtype` and packed weights of these inner widths, or None."""
+    if dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, not {dtype.name}"
+    for dims in inputs:
+        if dims % (CODES * LEAST_INNER):
+            return f"{dims} inner dims are not a multiple of {CODES * LEAST_INNER}"
     return None
 
 
@@ -104,11 +109,12 @@ def _product(
     x_row: Array,
     live: Array,
     tile: Tile,
+    order: Order,
     cuda: bool,
 ) -> list[Array]:
     """Sums [outputs, rows] of every (words, scales) ref pair with rows `x_row` of x, in the order of `by_code`.
 
-    live: which rows are wanted.
+    live: which rows are wanted; order: of the codes of all of them.
     """
     width = weights[0][0].shape[-1]
 
@@ -117,10 +123,10 @@ def _product(
         parts = [load_rows(x_ref, x_row, code * width + first, tile.inner, live=live).T for code in range(CODES)]
         results = []
         for total, (words_ref, scales_ref) in zip(totals, weights, strict=True):
-            groups = tile.inner // GROUP_WORDS
             words = load_rows(words_ref, output, first, tile.inner, expert)
-            scales = load_rows(scales_ref, output, index * groups, groups, expert)
-            for values, part in zip(widen_e2m1(words, scales, cuda), parts, strict=True):
+            groups = groups_of_step(tile.inner, order)
+            scales = load_rows(scales_ref, output, first_group(first, order), groups, expert)
+            for values, part in zip(widen_e2m1(words, scales, order, cuda), parts, strict=True):
                 total = total + jnp.dot(values, part, preferred_element_type=jnp.float32)
             results.append(total)
         return tuple(results)
@@ -144,9 +150,14 @@ def _hidden_kernel(
     *,
     config: Config,
     chosen: int,
+    order: Order,
+    next_order: Order,
     activation: dict,
 ) -> None:
-    """A block's rows for a tile of outputs: hidden values in the order of `by_code`."""
+    """A block's rows for a tile of outputs: hidden values in the order of `by_code`.
+
+    order, next_order: of the codes of these weights and of those that read the hidden values.
+    """
     triton, tile = backend.triton(), config.hidden
     experts, outputs, _ = gate_words.shape
     block, output = _place(tile, outputs)
@@ -159,9 +170,11 @@ def _hidden_kernel(
         pair = triton.load(pair_ref.at[jnp.where(live, position, 0)])
         near = jnp.minimum(output, outputs - 1)
         refs = [(gate_words, gate_scales), (up_words, up_scales)]
-        sums = _product(refs, expert, near, x_ref, lax.div(pair, chosen), live, tile, activation["cuda"])
+        sums = _product(refs, expert, near, x_ref, lax.div(pair, chosen), live, tile, order, activation["cuda"])
         hidden = activated(*sums, triton.load(weights_ref.at[pair])[None, :], **activation)
-        store_rows(out_ref, hidden, position, live, place_by_code(output, outputs), output < outputs)
+        store_rows(
+            out_ref, hidden, position, live, place_by_code(output, outputs, next_order), _present(output, outputs, tile)
+        )
 
 
 def _down_kernel(
@@ -175,6 +188,7 @@ def _down_kernel(
     out_ref: object,
     *,
     config: Config,
+    order: Order,
     cuda: bool,
 ) -> None:
     """Expert outputs of one block for one tile of outputs, at the pairs' own places."""
@@ -190,8 +204,13 @@ def _down_kernel(
         position = jnp.where(live, position, triton.load(first_ref.at[block]))
         pair = triton.load(pair_ref.at[position])
         near = jnp.minimum(output, outputs - 1)
-        [total] = _product([(words_ref, scales_ref)], expert, near, hidden_ref, position, live, tile, cuda)
-        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, output < outputs)
+        [total] = _product([(words_ref, scales_ref)], expert, near, hidden_ref, position, live, tile, order, cuda)
+        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, _present(output, outputs, tile))
+
+
+def _present(output: Array, outputs: int, tile: Tile) -> Array | None:
+    """Which of a program's outputs there are; None for all."""
+    return None if outputs % tile.outputs == 0 else output < outputs
 
 
 def _place(tile: Tile, outputs: int) -> tuple[Array, Array]:
@@ -261,7 +280,7 @@ def _expert_outputs(
 ) -> Array:
     """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served.
 
-    codes: `operand_of` x where that exists already.
+    codes: `operand_of` x in the order of the gate's weights where that exists already.
     """
     gate, up, down = weights
     hidden_width, pairs = gate.packed.shape[1], blocks.pair.shape[0]
@@ -280,11 +299,18 @@ def _expert_outputs(
 
     activation = {"swiglu_limit": swiglu_limit, "quantize_hidden": quantize_hidden, "cuda": cuda}
     hidden = call(
-        functools.partial(_hidden_kernel, config=config, chosen=chosen, activation=activation),
+        functools.partial(
+            _hidden_kernel,
+            config=config,
+            chosen=chosen,
+            order=gate.order,
+            next_order=down.order,
+            activation=activation,
+        ),
         config.hidden,
         hidden_width,
         "grouped_experts_hidden",
-        operand_of(x, cuda) if codes is None else codes,
+        operand_of(x, gate.order, cuda) if codes is None else codes,
         routing,
         *lists,
         words_of(gate.packed),
@@ -293,7 +319,7 @@ def _expert_outputs(
         up.scales,
     )
     return call(
-        functools.partial(_down_kernel, config=config, cuda=cuda),
+        functools.partial(_down_kernel, config=config, order=down.order, cuda=cuda),
         config.down,
         x.shape[1],
         "grouped_experts_down",

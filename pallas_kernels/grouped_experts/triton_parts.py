@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import fake_q8_group
-from pallas_kernels.grouped_experts.widening import CODES, OPERAND_POWER, by_code
+from pallas_kernels.grouped_experts.arrangement import by_code
+from pallas_kernels.grouped_experts.types import Order
+from pallas_kernels.grouped_experts.widening import OPERAND_POWER
 
 Array = jax.Array
 
 
-def operand_of(x: Array, cuda: bool) -> Array:
-    """x [N, K] bfloat16 as the other operand of widened weights: in the order of `by_code`, at their power."""
-    operand = by_code(x)
+def operand_of(x: Array, order: Order, cuda: bool) -> Array:
+    """x [N, K] bfloat16 as the other operand of widened weights of `order`: as `by_code` has it, at their power."""
+    operand = by_code(x, order)
     return operand * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else operand
 
 
@@ -34,15 +35,22 @@ def load_rows(
     return backend.triton().load(ref.at[tuple(place)], mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
 
 
-def store_rows(ref: object, values: Array, row: Array, live: Array, column: Array, present: Array) -> None:
+def store_rows(ref: object, values: Array, row: Array, live: Array, column: Array, present: Array | None) -> None:
     """ref[row, column] = values [columns, rows], turned so that columns are contiguous.
 
-    Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing.
+    Lanes that are not stored get an index past the end: interpret mode writes their old value there, to nothing. The
+    index of a column is left as it is where it can be: the compiler then sees neighbours and stores them together.
+
+    live: which rows are stored; present: which columns, None for all.
     """
     shape = (row.shape[0], column.shape[0])
-    stored = jnp.broadcast_to(live[:, None], shape) & jnp.broadcast_to(present[None, :], shape)
-    near = jnp.where(stored, jnp.broadcast_to(row[:, None], shape), ref.shape[0])
-    backend.triton().store(ref.at[near, jnp.broadcast_to(column[None, :], shape)], values.T, mask=stored)
+    stored = jnp.broadcast_to(live[:, None], shape)
+    row = jnp.where(live, row, ref.shape[0])
+    if present is not None:
+        stored = stored & jnp.broadcast_to(present[None, :], shape)
+        column = jnp.where(present, column, ref.shape[1])
+    at = ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+    backend.triton().store(at, values.T, mask=stored)
 
 
 def swiglu(gate: Array, up: Array, limit: float) -> Array:
@@ -63,8 +71,3 @@ def activated(
         groups = hidden.reshape(hidden.shape[0] // 32, 32, hidden.shape[1])
         hidden = fake_q8_group(groups, axis=1).reshape(hidden.shape)
     return hidden * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else hidden
-
-
-def place_by_code(output: Array, outputs: int) -> Array:
-    """Where `by_code` puts the dims `output` of `outputs`."""
-    return lax.rem(output, CODES) * (outputs // CODES) + lax.div(output, CODES)

@@ -18,10 +18,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import fake_q8
+from pallas_kernels.grouped_experts.arrangement import CODES, GROUP_WORDS, place_of_word, words_of
 from pallas_kernels.grouped_experts.blocks import Blocks
 from pallas_kernels.grouped_experts.triton_parts import load_rows, operand_of, store_rows, swiglu
-from pallas_kernels.grouped_experts.types import ExpertWeights
-from pallas_kernels.grouped_experts.widening import CODES, GROUP_WORDS, widen_e2m1, words_of
+from pallas_kernels.grouped_experts.types import ExpertWeights, Order
+from pallas_kernels.grouped_experts.widening import widen_words
 
 Array = jax.Array
 
@@ -57,8 +58,10 @@ def wide_config(width: int, hidden: int, generation: str) -> WideConfig:
     return WideConfig(128, 256, inner, 8, 4)
 
 
-def _widen_kernel(words_ref: object, scales_ref: object, first_ref: object, out_ref: object, *, cuda: bool) -> None:
-    """Wide values of a few outputs of one expert, in the order of `by_code`."""
+def _widen_kernel(
+    words_ref: object, scales_ref: object, first_ref: object, out_ref: object, *, order: Order, cuda: bool
+) -> None:
+    """Wide values of a few outputs of one expert, in the order of `by_code` of released words."""
     triton = backend.triton()
     _, outputs, width = words_ref.shape
     columns, rows = -(-width // WIDENED_WORDS), -(-outputs // WIDENED_OUTPUTS)
@@ -66,25 +69,28 @@ def _widen_kernel(words_ref: object, scales_ref: object, first_ref: object, out_
     local = program // (columns * rows)
     output = (program // columns % rows) * WIDENED_OUTPUTS + jnp.arange(WIDENED_OUTPUTS, dtype=jnp.int32)
     word = (program % columns) * WIDENED_WORDS + jnp.arange(WIDENED_WORDS, dtype=jnp.int32)
-    group = (program % columns) * (WIDENED_WORDS // GROUP_WORDS) + jnp.arange(
-        WIDENED_WORDS // GROUP_WORDS, dtype=jnp.int32
-    )
     expert = first_ref[0] + local
+    whole = outputs % WIDENED_OUTPUTS == 0 and width % WIDENED_WORDS == 0
 
-    def at(ref: object, leading: Array, column: Array, last: int) -> tuple[object, Array]:
+    def at(ref: object, leading: Array, column: Array, last: int) -> tuple[object, Array | None]:
         shape = (WIDENED_OUTPUTS, column.shape[0])
-        inside = jnp.broadcast_to(output[:, None] < outputs, shape) & jnp.broadcast_to(column[None, :] < last, shape)
+        leading, row, place = (jnp.broadcast_to(part, shape) for part in (leading, output[:, None], column[None, :]))
+        if whole:
+            return ref.at[leading, row, place], None
+        inside = (row < outputs) & (place < last)
         # Lanes that are not there get an index past the end: interpret mode writes their old value there, to nothing.
-        row = jnp.where(inside, jnp.broadcast_to(output[:, None], shape), outputs)
-        place = (jnp.broadcast_to(leading, shape), row, jnp.broadcast_to(column[None, :], shape))
-        return ref.at[place], inside
+        return ref.at[leading, jnp.where(inside, row, outputs), place], inside
 
     def load(ref: object, column: Array) -> Array:
         place, inside = at(ref, expert, column, ref.shape[-1])
-        return triton.load(place, mask=inside, other=0)
+        return triton.load(place, mask=inside, other=None if whole else 0)
 
-    for code, values in enumerate(widen_e2m1(load(words_ref, word), load(scales_ref, group), cuda)):
-        place, inside = at(out_ref, local, jnp.where(word < width, code * width + word, CODES * width), CODES * width)
+    scales = load(scales_ref, lax.div(word, GROUP_WORDS))
+    for code, values in enumerate(widen_words(load(words_ref, place_of_word(word, order)), scales, order, cuda)):
+        column = code * width + word
+        if not whole:
+            column = jnp.where(word < width, column, CODES * width)
+        place, inside = at(out_ref, local, column, CODES * width)
         triton.store(place, values, mask=inside)
 
 
@@ -128,7 +134,8 @@ def _product_kernel(
             return total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
 
         total = lax.fori_loop(0, width // config.inner, step, jnp.zeros((config.outputs, config.rows), jnp.float32))
-        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, output < outputs)
+        present = None if outputs % config.outputs == 0 else output < outputs
+        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, present)
 
 
 def expert_outputs(
@@ -169,7 +176,7 @@ def expert_outputs(
         words = words_of(weight.packed)
         _, outputs, width = words.shape
         return backend.triton_call(
-            functools.partial(_widen_kernel, cuda=cuda),
+            functools.partial(_widen_kernel, order=weight.order, cuda=cuda),
             jax.ShapeDtypeStruct((held, outputs, CODES * width), jnp.bfloat16),
             grid=(held * -(-outputs // WIDENED_OUTPUTS) * -(-width // WIDENED_WORDS),),
             num_warps=4,
@@ -199,10 +206,11 @@ def expert_outputs(
 
         return lax.fori_loop(0, experts // held, some_experts, jnp.zeros((pairs, outputs), jnp.bfloat16))
 
-    operand = operand_of(x, cuda)
-    gate, up = (product(weight, operand, pair // chosen) for weight in weights[:2])
+    *first_weights, down = weights
+    operand = operand_of(x, "released", cuda)
+    gate, up = (product(weight, operand, pair // chosen) for weight in first_weights)
     hidden = swiglu(gate.astype(jnp.float32), up.astype(jnp.float32), swiglu_limit) * routing[:, None]
     hidden = hidden.astype(jnp.bfloat16)
     if quantize_hidden:
         hidden = fake_q8(hidden)
-    return product(weights[2], operand_of(hidden, cuda), pair)
+    return product(down, operand_of(hidden, "released", cuda), pair)

@@ -4,7 +4,7 @@ Widening decides the speed of a product over few rows: a GPU has about four inst
 arithmetic costs more than the bytes. Weights are read as 16-bit words of four codes, two words a register: on CUDA one
 code of both becomes a bfloat16 pair in a handful of instructions and nothing is shuffled; elsewhere, and in interpret
 mode, the same values come from plain operations. Code `p` of the words are the inner dims 4 i + p, so the other operand
-goes through `by_code` once, in XLA.
+goes through `arrangement.by_code` once, in XLA.
 
 On CUDA a weight is its value times 2^-60 and the other operand is made 2^60 times as large (`OPERAND_POWER`): a code's
 bits are a bfloat16 times 2^-126, and one multiplication then both normalizes it and applies the scale. Exact for scales
@@ -18,37 +18,33 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import by_residue, decode_e8m0, in_words, scaled_e2m1
+from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1
+from pallas_kernels.grouped_experts.arrangement import BLOCK_GROUPS, BLOCK_WORDS, FIELDS, GROUP_WORDS
+from pallas_kernels.grouped_experts.types import Order
 
 Array = jax.Array
 
-CODES = 4
-"""Codes of a word."""
-GROUP_WORDS = 32 // CODES
-"""Words that share a scale."""
 OPERAND_POWER = 60
 """Of two, by which the other operand of a product is multiplied where weights are widened by CUDA's instructions."""
 
 
-def words_of(packed: Array) -> Array:
-    """uint8 [..., K / 2] -> uint16 [..., K / 4]. The bytes stay where they are.
-
-    Words and not bytes also because the lowering's offsets are 32 bits of elements up to 4 GiB: those into a run's
-    stack of more than 2 GiB would be negative.
-    """
-    return in_words(packed, jnp.uint16)
+def groups_of_step(words: int, order: Order) -> int:
+    """Scales that `widen_e2m1` needs for `words` words; half a block of arranged ones has words of all its groups."""
+    return words // GROUP_WORDS if order == "released" else max(BLOCK_GROUPS, words // GROUP_WORDS)
 
 
-def by_code(x: Array) -> Array:
-    """Reorders the last axis so that the dims 4 i + p of a `p` lie together, p ascending."""
-    return by_residue(x, CODES)
+def first_group(word: Array, order: Order) -> Array:
+    """The first of these scales for a step that begins at `word`."""
+    return lax.div(word, GROUP_WORDS) if order == "released" else lax.div(word, BLOCK_WORDS) * BLOCK_GROUPS
 
 
-def e2m1_cuda(code: int) -> str:
-    """PTX: two words $1 and their factors $2 (a bfloat16 pair) -> values $0 of code `code` of each, a bfloat16 pair.
+def e2m1_cuda(low: int, sign: int) -> str:
+    """PTX: two words $1 and their factors $2 (a bfloat16 pair) -> values $0 of one code of each, a bfloat16 pair.
 
     A code whose exponent and mantissa bits are moved to those of a bfloat16 is its value times 2^-126, the subnormal
-    code included; see `factors`.
+    code included; see `factors`. Shifts also move bits from one word to the other, which the masks remove.
+
+    low, sign: where the code's bits lie, see `arrangement.FIELDS`.
     """
 
     def moved(target: str, by: int) -> str:
@@ -56,17 +52,16 @@ def e2m1_cuda(code: int) -> str:
             return f"mov.b32 {target}, $1;"
         return f"{'shl' if by > 0 else 'shr'}.b32 {target}, $1, {abs(by)};"
 
-    lines = [
-        "{",
-        ".reg .b32 part, sign;",
-        moved("part", 6 - 4 * code),
-        moved("sign", 12 - 4 * code),
-        "and.b32 part, part, 0x01C001C0;",
-        "lop3.b32 part, sign, 0x80008000, part, 0xEA;",
-        "mul.rn.bf16x2 $0, part, $2;",
-        "}",
-    ]
-    return "\n".join(lines)
+    to_place, to_sign = 6 - low, 15 - sign
+    if to_place == to_sign:
+        bits = ["and.b32 part, part, 0x81C081C0;"]
+    else:
+        bits = [
+            moved("sign", to_sign),
+            "and.b32 part, part, 0x01C001C0;",
+            "lop3.b32 part, sign, 0x80008000, part, 0xEA;",
+        ]
+    return "\n".join(["{", ".reg .b32 part, sign;", moved("part", to_place), *bits, "mul.rn.bf16x2 $0, part, $2;", "}"])
 
 
 def factors(scales: Array) -> Array:
@@ -76,30 +71,49 @@ def factors(scales: Array) -> Array:
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-def widen_e2m1(words: Array, scales: Array, cuda: bool) -> list[Array]:
+def widen_e2m1(words: Array, scales: Array, order: Order, cuda: bool) -> list[Array]:
     """Values [a, b] bfloat16, exact, one array for each code of a word; on CUDA times 2^-`OPERAND_POWER`.
 
-    words: [a, b] uint16; scales: [a, b / GROUP_WORDS] uint8 E8M0.
+    words: [a, b] uint16, whole groups, or arranged half a block or whole blocks; scales: [a, `groups_of_step`] uint8
+    E8M0.
     """
-    rows, count = words.shape
-    groups = scales.shape[1]
-    grouped = (rows, groups, count // groups)
     if not cuda:
-        powers = (decode_e8m0(scales.astype(jnp.int32)) * 2.0**14)[:, :, None]
+        return _widen(words, _spread(_powers(scales), words.shape, order), order, cuda)
+    return _widen(words, _spread(factors(scales), words.shape, order), order, cuda)
 
-        def widen(codes: Array) -> Array:
-            return (scaled_e2m1(codes).reshape(grouped) * powers).reshape(rows, count).astype(jnp.bfloat16)
 
-        return [widen(words >> (4 * code)) for code in range(CODES)]
-    spread = jnp.broadcast_to(factors(scales)[:, :, None], grouped).reshape(rows, count)
+def widen_words(words: Array, scales: Array, order: Order, cuda: bool) -> list[Array]:
+    """The same with the scale of every word, [a, b], and words in any order; for tiles that no tensor core reads."""
+    return _widen(words, factors(scales) if cuda else _powers(scales), order, cuda)
+
+
+def _powers(scales: Array) -> Array:
+    """uint8 E8M0 -> the factors of `scaled_e2m1`'s values, float32."""
+    return decode_e8m0(scales.astype(jnp.int32)) * 2.0**14
+
+
+def _widen(words: Array, factor: Array, order: Order, cuda: bool) -> list[Array]:
+    if not cuda:
+        return [(scaled_e2m1(words, *field) * factor).astype(jnp.bfloat16) for field in FIELDS[order]]
     parts = []
-    for code in range(CODES):
+    for field in FIELDS[order]:
         [values] = backend.triton().elementwise_inline_asm(
-            e2m1_cuda(code),
-            args=[words, spread],
+            e2m1_cuda(*field),
+            args=[words, factor],
             constraints="=r,r,r",
             pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct((rows, count), jnp.bfloat16)],
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
         )
         parts.append(values)
     return parts
+
+
+def _spread(scales: Array, shape: tuple[int, ...], order: Order) -> Array:
+    """Scales [a, groups] -> [a, b], those of every word."""
+    rows, count = shape
+    groups = scales.shape[1]
+    if order == "released":
+        return jnp.broadcast_to(scales[:, :, None], (rows, groups, count // groups)).reshape(shape)
+    blocks = groups // BLOCK_GROUPS
+    pairs = (rows, blocks, count // blocks // (2 * BLOCK_GROUPS), BLOCK_GROUPS, 2)
+    return jnp.broadcast_to(scales.reshape(rows, blocks, 1, BLOCK_GROUPS, 1), pairs).reshape(shape)

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.arithmetic import decode_expert_halves, even_odd, fake_q8
 from pallas_kernels.backend import slow_alone
+from pallas_kernels.grouped_experts.arrangement import released
 from pallas_kernels.grouped_experts.types import ExpertWeights
 from pallas_kernels.rounding import round_to
 
@@ -58,6 +59,7 @@ def grouped_experts(
     def project(values: Array, weight: ExpertWeights | Array, index: Array) -> Array:
         if isinstance(weight, ExpertWeights):
             packed, scales = (lax.dynamic_index_in_dim(part, index, keepdims=False) for part in weight)
+            packed = packed if weight.order == "released" else released(packed)
             matrix, values = decode_expert_halves(packed, scales).astype(dtype), even_odd(values)
         else:
             matrix = _expert_matrix(weight, index).astype(dtype)

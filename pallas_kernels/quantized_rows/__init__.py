@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backend
+from pallas_kernels.grouped_experts.types import Order
 from pallas_kernels.quantized_rows import triton, xla
 from pallas_kernels.quantized_rows.types import QuantizedRows
 
@@ -31,7 +32,7 @@ def collapsed_rows(
     epsilon: float,
     quantize: bool,
     layer: Array | int | None = None,
-    codes: bool = False,
+    codes: Order | None = None,
     implementation: str = "auto",
 ) -> QuantizedRows:
     """rms_norm(sum over streams of pre_mix * stream), the input of a sublayer.
@@ -43,7 +44,7 @@ def collapsed_rows(
       epsilon: of the norm.
       quantize: apply Q8.
       layer: int32 scalar or int; weight then is [layers, D], read in place by the GPU kernel.
-      codes: the routed experts read these rows too.
+      codes: order of the codes of the routed experts that read these rows too; None where none do.
       implementation: "auto", "xla" or "pallas".
 
     Returns:

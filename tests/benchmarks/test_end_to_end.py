@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks import end_to_end
-from benchmarks.random_model import random_pools
+from benchmarks.random_model import random_draft, random_parameters, random_pools
 from pallas_kernels.arithmetic import decode_main_row, decode_window_row
 from pallas_kernels.stored_rows import load_rows
 from scheduler.pool_geometry import V41PoolGeometry
+from v41jax.presets import preset
 
 
 def test_a_decode_cell_has_times_and_a_bound(capsys):
@@ -27,6 +28,15 @@ def test_a_decode_cell_with_drafts_verifies_and_drafts(capsys):
     compiled, cell = map(json.loads, capsys.readouterr().out.splitlines())
     assert cell["drafts"] == 2 and cell["step_ms"] > 0
     assert compiled["programs"] == 2, "a draft call compiled at its first use would count as time of a step"
+
+
+def test_random_weights_are_of_the_form_that_an_engine_would_load():
+    config = preset("pico")
+    for form, dtype in (("stored", np.uint8), ("arranged", np.uint16)):
+        experts = random_parameters(config, max_model_len=32, form=form).runs[0].moe.experts
+        assert experts.w1.values.dtype == dtype and experts.w1.values.nbytes == 16 * experts.w1.scales.nbytes
+        draft = random_draft(config, form=form).stages.moe.experts
+        assert draft.w1.values.dtype == dtype and len(np.unique(draft.w1.values)) > 200
 
 
 @pytest.mark.parametrize("packed", [False, True])

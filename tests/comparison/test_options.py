@@ -23,6 +23,7 @@ def test_every_option():
     assert found.replay == "both" and found.model == Path("/m")
     assert parse("reference:only=main+window", DEFAULT).only == ("main", "window")
     assert parse("pallas", DEFAULT).weights == "stored"
+    assert parse("pallas:weights=arranged", DEFAULT).weights == "arranged"
     assert parse("xla:mesh=4+experts", DEFAULT).parallel == Parallel(1, 4, "model")
     assert parse("reference", DEFAULT).precision == DEFAULT
     assert not parse("pallas:noquant", DEFAULT).precision.activation_quantization
@@ -47,6 +48,7 @@ def test_a_recording_names_its_precision():
         ("reference:only=main+keys", r"only=keys must be of activations, index, main, window, joined by \+"),
         ("xla:mesh=2x2", "mesh=2x2 must be a number of chips"),
         ("reference:mesh=2", "mesh= cuts a whole forward of the runtime"),
+        ("pallas:mesh=2,weights=arranged", "weights=arranged are for one chip"),
         ("xla:only=main", "only= says what the reference quantizes"),
         ("reference:noquant,only=main", "only= says what the reference quantizes: it needs reference and quant"),
     ],

@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.block_scaled_linear import tpu as linear_tpu
 from pallas_kernels.block_scaled_linear import triton as linear_triton
-from pallas_kernels.grouped_experts import ExpertWeights
+from pallas_kernels.grouped_experts import ExpertWeights, Order
 from pallas_kernels.grouped_experts import tpu as experts_tpu
 from pallas_kernels.grouped_experts import triton as experts_triton
+from pallas_kernels.grouped_experts.arrangement import arranged
 from pallas_kernels.sparse_attention import tpu as attention_tpu
 from pallas_kernels.sparse_attention import triton as attention_triton
 from pallas_kernels.stored_rows import whole_lanes
@@ -44,12 +45,12 @@ def attention_options(packed: bool) -> dict[str, Any]:
     return {"window": WINDOW, "scale": WIDTH**-0.5, "main_format": formats[0], "window_format": formats[1]}
 
 
-def expert_arguments(rows: int) -> tuple:
+def expert_arguments(rows: int, order: Order = "released") -> tuple:
     """Operands of `grouped_experts`, `valid` last."""
 
     def matrix(outputs: int, inputs: int) -> ExpertWeights:
-        packed, scales = ((EXPERTS, outputs, inputs // size) for size in (2, 32))
-        return ExpertWeights(shape(packed, jnp.uint8), shape(scales, jnp.uint8))
+        packed, scales = (shape((EXPERTS, outputs, inputs // size), jnp.uint8) for size in (2, 32))
+        return ExpertWeights(packed if order == "released" else jax.eval_shape(arranged, packed), scales)
 
     up = matrix(EXPERT_WIDTH, HIDDEN_WIDTH)
     return (
@@ -93,6 +94,7 @@ def gpu_builds() -> Iterator[Build]:
             return experts_triton.grouped_experts(*operands, swiglu_limit=10.0, quantize_hidden=True, valid=valid)
 
         yield Build(f"grouped_experts {rows} rows", experts, expert_arguments(rows))
+        yield Build(f"grouped_experts {rows} rows, arranged", experts, expert_arguments(rows, "arranged"))
     for rows, outputs, inputs in ((1, 32_768, 1280), (64, 5120, 8192)):
         yield Build(
             f"block_scaled_linear {rows} rows, {inputs} -> {outputs}",

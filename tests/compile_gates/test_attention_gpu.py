@@ -16,7 +16,7 @@ ADDING = ("join", "widen")
 """Parts of the names of kernels without a product."""
 BY_WARPS = (
     *("sparse_attention bf16 1 rows", "sparse_attention packed 1 rows"),
-    *("grouped_experts 1 rows", "grouped_experts 64 rows"),
+    *(f"grouped_experts {rows} rows{order}" for rows in (1, 64) for order in ("", ", arranged")),
 )
 """Builds for few rows: 16 heads a program or two warps, fewer than a warp group multiplies."""
 

@@ -65,7 +65,7 @@ def test_places_and_padding_of_the_batch(runner):
 
 
 def test_what_the_host_makes_for_a_draft_call_is_one_array(runner):
-    lowered, prepare = runner._lower(3)
+    lowered, prepare, _ = runner._lower(3)
     given = (runner.weights, runner.pools)
     small = (np.zeros(3, np.int32), np.zeros(3, bool), sampling_inputs([], 3))
     prepared = prepare(*given, *small)

@@ -1,4 +1,4 @@
-"""The router's scores, its ties and biases, and the clamps of the experts."""
+"""The router's scores, its ties and biases, the clamps of the experts, and the order of their codes."""
 
 import dataclasses
 
@@ -9,8 +9,11 @@ import pytest
 
 from pallas_kernels import backend
 from pallas_kernels.quantized_rows.xla import swiglu
-from v41jax.layers.moe import RouterWeights, route, router_logits
+from tests.helpers.models import model
+from v41jax.layers.hyper_connections import sublayer_input
+from v41jax.layers.moe import RouterWeights, codes_read, moe, route, router_logits
 from v41jax.layers.stacks import OfRun
+from v41jax.parameters import layer_weights
 from v41jax.presets import preset
 
 TEXT = dataclasses.replace(preset("v4.1-flash").text, num_experts_per_tok=2, n_routed_experts=4)
@@ -94,3 +97,31 @@ def test_gate_has_no_lower_clamp_and_up_has_both():
     wanted = [10 / (1 + np.exp(-10.0)), -30 / (1 + np.exp(30.0)), 10 * sigmoid, -10 * sigmoid]
     assert np.allclose(swiglu(gate, up, 10.0), wanted, rtol=1e-6)
     assert np.allclose(swiglu(gate, up, 0.0)[2], 30 * sigmoid, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", ["xla", "pallas"])
+def test_a_layer_gives_the_same_rows_for_either_order_of_its_experts(kernels):
+    """The rows are made in the order in which the first product reads them."""
+    found = {}
+    for form in ("stored", "arranged"):
+        loaded = model("five-layer", dtype="bfloat16", quantized=True, form=form)
+        weights = layer_weights(loaded.params, loaded.setup.config, 1)
+        text, precision = loaded.setup.config.text, loaded.setup.precision
+        random = np.random.default_rng(0)
+        streams = jnp.asarray(random.normal(size=(5, text.hc_mult, text.hidden_size)), jnp.bfloat16)
+        pre_mix = jnp.asarray(random.random((5, text.hc_mult)), jnp.float32)
+        codes = codes_read(weights.moe)
+        assert codes == {"stored": "released"}.get(form, form)
+        rows = sublayer_input(streams, pre_mix, weights.ffn_norm, text, precision, kernels, codes=codes)
+        valid = jnp.arange(5) < 4
+        options = {"text": text, "precision": precision, "kernels": kernels}
+        found[form], _ = moe(rows, weights.moe, jnp.zeros(5, bool), valid, **options)
+    stored, arranged = (np.asarray(found[form], np.float32) for form in ("stored", "arranged"))
+    # Sums in another order: a hidden value may be rounded to the other side.
+    error = np.linalg.norm(arranged - stored, axis=1)
+    assert (error <= (2.0**-7 if kernels == "pallas" else 0) * np.linalg.norm(stored, axis=1)).all()
+
+
+def test_dequantized_experts_read_no_codes():
+    loaded = model("five-layer")
+    assert codes_read(layer_weights(loaded.params, loaded.setup.config, 1).moe) is None

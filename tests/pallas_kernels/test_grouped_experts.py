@@ -169,7 +169,9 @@ def test_gpu_kernel_reads_rows_that_are_in_its_order():
     case = expert_case(2, rows=5, experts=4, chosen=2, hidden=64, dtype=jnp.bfloat16)
     x, *others = case.arrays()
     call = functools.partial(grouped_experts, swiglu_limit=10.0, quantize_hidden=True, implementation="pallas")
-    ordered = jax.jit(call)(x * jnp.nan, *others, valid=jnp.asarray(case.valid), codes=operand_of(x, cuda=False))
+    ordered = jax.jit(call)(
+        x * jnp.nan, *others, valid=jnp.asarray(case.valid), codes=operand_of(x, "released", cuda=False)
+    )
     assert_meaning(np.asarray(ordered), case)
 
 

@@ -24,7 +24,7 @@ def case(kind, rows, width, dtype=BFLOAT16, seed=0):
     """The call and its operands."""
     random = np.random.default_rng(seed)
     weight = jnp.asarray(random.normal(size=width), jnp.bfloat16)
-    options = {"dtype": dtype} if kind != "collapsed" else {"codes": True}
+    options = {"dtype": dtype} if kind != "collapsed" else {"codes": "released"}
     if kind == "collapsed":
         streams = jnp.asarray(random.normal(size=(rows, 4, width)), dtype)
         return collapsed_rows, (streams, random.uniform(0, 1, (rows, 4)).astype(np.float32), weight), options
@@ -89,9 +89,16 @@ def test_orders_are_those_of_the_kernels_that_read_them(kind, width):
     padded = -(-width // 64) * 64
     np.testing.assert_array_equal(wide(found.lanes), wide(fp8_operand(found.quantized, padded)))
     if kind == "collapsed":
-        np.testing.assert_array_equal(wide(found.codes), wide(operand_of(found.quantized, cuda=False)))
-        assert run(function, operands, options | {"codes": False}).codes is None
+        np.testing.assert_array_equal(wide(found.codes), wide(operand_of(found.quantized, "released", cuda=False)))
+        assert run(function, operands, options | {"codes": None}).codes is None
     assert run(function, operands, options, "xla").lanes is None
+
+
+@pytest.mark.parametrize("width", [128, 1152])
+def test_codes_are_in_the_order_of_arranged_experts(width):
+    function, operands, options = case("collapsed", 2, width)
+    found = run(function, operands, options | {"codes": "arranged"})
+    np.testing.assert_array_equal(wide(found.codes), wide(operand_of(found.quantized, "arranged", cuda=False)))
 
 
 @pytest.mark.parametrize("kind", ["collapsed", "normalized", "gated"])

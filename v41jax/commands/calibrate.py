@@ -34,8 +34,7 @@ def calibrate(
     from v41jax.engine import Engine
 
     requests = None if prompts is None else located_prompts(prompts)
-    form = "dequantized" if jax.default_backend() == "cpu" else "stored"
-    with Engine.from_checkpoint(model, engine_config, warm_up=False, weights=form, calibrates=True) as engine:
+    with Engine.from_checkpoint(model, engine_config, warm_up=False, calibrates=True) as engine:
         setup = engine.core.runner.setup
         if requests is None:
             random = np.random.default_rng(seed)
@@ -48,7 +47,7 @@ def calibrate(
             setup,
             device=jax.devices()[0].device_kind,
             mesh=engine_config.mesh,
-            weights=form,
+            weights=engine.weights,
             eager=engine_config.enforce_eager,
         )
         profile = measure_profile(engine, given, identity)

@@ -72,9 +72,9 @@ def compare(
 
     A side reads KIND[:OPTION,OPTION,...]. Kinds: reference (float64), xla, pallas (interpreted on a CPU),
     npz:FILE[@PREFIX] (activations recorded elsewhere). Options: dtype=float32|bfloat16, quant, noquant, packed,
-    index=fp4|fp8, scores=float32|bfloat16, weights=stored|dequantized, chunks=33+7, replay=decoder|encoder|both,
-    mesh=4 or mesh=4+experts (chips, whole experts on each), model=DIR (another checkpoint), only=main+window (what
-    the reference quantizes: of activations, index, main, window).
+    index=fp4|fp8, scores=float32|bfloat16, weights=stored|arranged|dequantized, chunks=33+7,
+    replay=decoder|encoder|both, mesh=4 or mesh=4+experts (chips, whole experts on each), model=DIR (another
+    checkpoint), only=main+window (what the reference quantizes: of activations, index, main, window).
 
     Exit code 1 when a measurement is past its budget.
     """

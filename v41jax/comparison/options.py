@@ -113,7 +113,7 @@ def parse(text: str, precision: Precision) -> Options:
             for unknown in sorted(set(parts) - set(PARTS)):
                 faults.append(f"only={unknown} must be of {', '.join(PARTS)}, joined by +")
         elif name == "weights":
-            values["weights"] = one_of(name, value, ("stored", "dequantized"))
+            values["weights"] = one_of(name, value, ("stored", "arranged", "dequantized"))
         elif name == "mesh":
             chips, _, experts = value.partition("+")
             if chips.isdecimal() and int(chips) > 0 and experts in ("", "experts"):
@@ -140,6 +140,8 @@ def parse(text: str, precision: Precision) -> Options:
         faults.append("the reference has no packed rows or weight forms")
     if options.parallel != ONE_CHIP and (kind == "reference" or options.replay is not None):
         faults.append("mesh= cuts a whole forward of the runtime: it needs xla or pallas and no replay")
+    if options.parallel != ONE_CHIP and options.weights == "arranged":
+        faults.append("weights=arranged are for one chip: cut weights=stored by mesh=")
     if options.only is not None and (kind != "reference" or not precision.activation_quantization):
         faults.append("only= says what the reference quantizes: it needs reference and quant")
     if faults:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_experts import Order
 from pallas_kernels.quantized_rows import QuantizedRows, collapsed_rows
 from pallas_kernels.quantized_rows.xla import collapse
 from pallas_kernels.rounding import round_to
@@ -87,7 +88,7 @@ def sublayer_input(
     precision: Precision,
     kernels: str,
     *,
-    routed: bool = False,
+    codes: Order | None = None,
 ) -> QuantizedRows:
     """The collapsed and normalized streams, what a sublayer reads.
 
@@ -98,7 +99,7 @@ def sublayer_input(
       text: configuration.
       precision: rounding choices.
       kernels: implementation of the operation.
-      routed: routed experts are among the readers.
+      codes: order of the codes of the routed experts among the readers, see `moe.codes_read`.
     """
     weight, layer = stack_and_layer(norm)
     return collapsed_rows(
@@ -108,7 +109,7 @@ def sublayer_input(
         layer=layer,
         epsilon=text.rms_norm_eps,
         quantize=precision.activation_quantization,
-        codes=routed,
+        codes=codes,
         implementation=kernels,
     )
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
+from pallas_kernels.grouped_experts import ExpertWeights, Order, grouped_experts
 from pallas_kernels.grouped_linear import grouped_linear, reads_run
 from pallas_kernels.quantized_rows import QuantizedRows, gated_rows
 from pallas_kernels.rounding import round_to
@@ -41,7 +41,7 @@ class RouterWeights(NamedTuple):
 class FeedForwardWeights(NamedTuple):
     """Gate, up and down projections; routed experts carry a leading `[E]` axis.
 
-    Stored routed experts hold packed E2M1 pairs `[E, O, K / 2]` uint8 with scales `[E, O, K / 32]`.
+    Stored routed experts hold packed E2M1 codes, either form of `ExpertWeights`, with scales `[E, O, K / 32]`.
 
     Attributes:
       w1: gate, [.., F, D].
@@ -242,6 +242,12 @@ def routed_experts(
         quantized=precision.activation_quantization,
         parallel=parallel,
     )
+
+
+def codes_read(weights: MoeWeights) -> Order | None:
+    """Order of the codes of the experts that read a sublayer's rows; None where they are dequantized."""
+    gate = _operand(weights.experts.w1)
+    return gate.order if isinstance(gate, ExpertWeights) else None
 
 
 def _operand(weight: LinearWeight) -> ExpertWeights | Array:
