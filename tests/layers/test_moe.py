@@ -56,7 +56,7 @@ def test_router_logits_of_a_layer_of_a_run_are_not_rounded(rows, implementation)
     np.testing.assert_allclose(wide, wanted, rtol=3e-6, atol=3e-5)
 
 
-@pytest.mark.parametrize(("rows", "kernel"), [(1, True), (128, True), (129, False)])
+@pytest.mark.parametrize(("rows", "kernel"), [(1, False), (2, True), (128, True), (129, False)])
 def test_few_rows_on_a_gpu_read_the_router_s_weight_in_its_run(rows, kernel):
     x, run = jnp.zeros((rows, 64), jnp.bfloat16), OfRun(jnp.zeros((3, 24, 64), jnp.bfloat16), jnp.int32(1))
     for generation, expected in (("cuda", kernel), ("v6e", False)):

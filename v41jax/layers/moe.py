@@ -114,8 +114,8 @@ def route(
 def router_logits(normalized: Array, weight: Array | OfRun, kernels: str) -> Array:
     """Products of the rows with the router's weight: [N, D] activation dtype -> [N, E] float32, not rounded.
 
-    For few rows on a GPU by the kernel that reads a run where it lies: XLA copies a layer's weight out of its run, in
-    every layer, and the copy ends the captured graph that it stands in.
+    For a few rows on a GPU by the kernel that reads a run where it lies: XLA copies a layer's weight out of its run, in
+    every layer, and the copy ends the captured graph that it stands in. The product of one row it reduces in place.
 
     Args:
       normalized: [N, D].
@@ -123,7 +123,7 @@ def router_logits(normalized: Array, weight: Array | OfRun, kernels: str) -> Arr
       kernels: implementation of the operation.
     """
     stack, layer = stack_and_layer(weight)
-    if layer is not None:
+    if layer is not None and len(normalized) > 1:
         rows, run = normalized[:, None], stack[:, None]
         # A widened weight of a comparison has no kernel, and is no reason to refuse the others.
         chosen = kernels if rows.dtype == run.dtype == jnp.bfloat16 else "xla"
