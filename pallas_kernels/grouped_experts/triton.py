@@ -19,16 +19,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.grouped_experts.arrangement import CODES, place_by_code, words_of
 from pallas_kernels.grouped_experts.blocks import MOST_UNSORTED, Blocks, blocks_of
+from pallas_kernels.grouped_experts.triton_many import ManyConfig, expert_outputs
 from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, store_rows
-from pallas_kernels.grouped_experts.triton_wide import WideConfig, expert_outputs, wide_config
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
 from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
 from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
-LEAST_WIDE = 192
-"""Rows an expert from which on its weights are widened into memory first."""
+LEAST_MANY = 64
+"""Rows an expert from which on they are multiplied by `triton_many`."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
 
@@ -58,10 +58,8 @@ class Config:
     down: Tile
 
 
-def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config | WideConfig:
+def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config | ManyConfig:
     """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
-    if pairs >= LEAST_WIDE * experts:
-        return wide_config(width, hidden, generation)
     rocm = generation == "rocm"
     mean, least = -(-pairs // experts), 32 * (hidden // 32)
 
@@ -71,9 +69,10 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
             inner *= 2
         return Tile(outputs, inner, warps, 1 if rocm else stages)
 
-    if mean >= 64:
-        rows, outputs, warps = (64, 64, 4) if rocm else (128, 128, 8)
-        return Config(rows, tile(min(outputs, least), width, 16, warps), tile(outputs, hidden, 16, warps))
+    if mean >= LEAST_MANY:
+        if rocm:
+            return ManyConfig(rows=64, least=64, outputs=64, inner=LEAST_INNER, num_warps=4, num_stages=1)
+        return ManyConfig(rows=128, least=32, outputs=128, inner=LEAST_INNER, num_warps=4, num_stages=4)
     # A block should hold all rows of nearly every expert: one that takes a second block is read twice.
     fewest = 16 if rocm else 8
     rows = fewest if pairs <= MOST_UNSORTED else min(64, max(fewest, 1 << (2 * mean - 1).bit_length()))
@@ -235,7 +234,7 @@ def grouped_experts(
     layers: int = 1,
     layer: Array | int = 0,
     codes: Array | None = None,
-    config: Config | WideConfig | None = None,
+    config: Config | ManyConfig | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `pallas_kernels.grouped_experts`; `unsupported` was asked, chosen experts lie in part `layer` of `layers`."""
@@ -257,8 +256,8 @@ def grouped_experts(
         "cuda": cuda,
         "interpret": interpret,
     }
-    if isinstance(config, WideConfig):
-        outputs = expert_outputs(*operands, experts=experts, first=layer * experts, config=config, **options)
+    if isinstance(config, ManyConfig):
+        outputs = expert_outputs(*operands, config=config, **options)
     else:
         outputs = _expert_outputs(*operands, codes=codes, config=config, **options)
     return _combine(outputs.reshape(rows, chosen, width), ids, served)
@@ -278,7 +277,7 @@ def _expert_outputs(
     cuda: bool,
     interpret: bool,
 ) -> Array:
-    """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served.
+    """As `triton_many.expert_outputs`, for few rows.
 
     codes: `operand_of` x in the order of the gate's weights where that exists already.
     """
