@@ -41,6 +41,8 @@ class Config:
       splits: programs among which the list of one query row is cut.
       num_warps, num_stages: of the program that walks the list.
       joined: heads of one program that joins splits.
+      apart: the products of query and keys stand in a loop of their own, see `_scores`, and the rows of the main plane
+        are located before the kernel.
     """
 
     keys: int
@@ -50,6 +52,7 @@ class Config:
     num_warps: int
     num_stages: int
     joined: int = 4
+    apart: bool = False
 
 
 MOST_ROTATED = 32
@@ -58,6 +61,9 @@ MOST_ROTATED = 32
 FEW_ROWS = 4
 """Query rows up to which a program takes 16 heads and few keys: many programs, and accumulators that fit the registers.
 One row is bound by launches: two of them against the seven of XLA's chain."""
+
+MANY_ROWS = 512
+"""Query rows from which on they fill a device several times over and products count."""
 
 
 def config_for(rows: int, heads: int, width: int, listed: int, generation: str) -> Config:
@@ -75,6 +81,8 @@ def config_for(rows: int, heads: int, width: int, listed: int, generation: str) 
             programs = 160
         elif rows <= 2 * FEW_ROWS:
             base = dataclasses.replace(base, num_stages=1, joined=1)
+        elif rows >= MANY_ROWS:
+            base = dataclasses.replace(base, num_stages=1, apart=True)
     while width < 64 * base.parts:
         base = dataclasses.replace(base, parts=base.parts // 2)
     used = max(1, rows * -(-heads // base.heads))
@@ -142,13 +150,31 @@ def _load_values(plane: object, storage: str, rows: Array, start: int, size: int
     return load(start, size)
 
 
-def _accumulate(query: list[Array], state: tuple, pieces: list[Array], valid: Array, scale: float) -> tuple:
-    """One step of the online softmax. state: peak [H], total [H], sums of `parts` pieces [H, size]."""
+def _scores(query: list[Array], pieces: list[Array], once: Array | None) -> Array:
+    """Products of the pieces of query and keys, [H, keys] float32.
+
+    once: 1, or None. In one block with the product of the weights, Triton lets every warp group compute all scores, so
+    that the weights need not move between groups. In a loop of `once` rounds the groups share the work; it also keeps
+    the loads of a tile from being pipelined, which they are not to any use with one tile in shared memory beside the
+    query.
+    """
+
+    def product(total: Array | None) -> Array:
+        parts = [jnp.dot(q, k.T, preferred_element_type=jnp.float32) for q, k in zip(query, pieces, strict=True)]
+        return functools.reduce(jnp.add, parts if total is None else [total, *parts])
+
+    if once is None:
+        return product(None)
+    start = jnp.zeros((query[0].shape[0], pieces[0].shape[0]), jnp.float32)
+    return lax.fori_loop(0, once, lambda _, total: product(total), start)
+
+
+def _accumulate(
+    query: list[Array], state: tuple, pieces: list[Array], valid: Array, scale: float, once: Array | None
+) -> tuple:
+    """One step of the online softmax. state: peak [H], total [H], sums of `parts` pieces [H, size]; once: `_scores`."""
     peak, total, sums = state
-    scores = functools.reduce(
-        jnp.add,
-        (jnp.dot(q, k.T, preferred_element_type=jnp.float32) for q, k in zip(query, pieces, strict=True)),
-    )
+    scores = _scores(query, pieces, once)
     scores = jnp.where(valid[None, :], scores * jnp.float32(scale * LOG2_E), -jnp.inf)
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = jnp.exp2(scores - new_peak[:, None])
@@ -258,6 +284,8 @@ def _walk_kernel(
 
         def in_main(index: Array) -> Array:
             entry = backend.triton().load(selected_ref.at[row, index])
+            if config.apart:
+                return entry
             page = backend.triton().load(tables_ref.at[request, lax.div(entry, geometry.page_rows)])
             return page * geometry.page_rows + lax.rem(entry, geometry.page_rows)
 
@@ -285,6 +313,7 @@ def _walk_kernel(
             )
         )
 
+    once = live.astype(jnp.int32) if config.apart else None
     tiles = [lax.div(source.count + (config.keys - 1), config.keys) for source in sources]
     share = lax.div(sum(tiles) + (config.splits - 1), config.splits)
     begin, end = split * share, (split + 1) * share
@@ -298,7 +327,7 @@ def _walk_kernel(
 
         def step(tile: Array, state: tuple, source: _Source = source) -> tuple:
             pieces, valid = source.tile(tile * config.keys, config, width)
-            return _accumulate(query, state, pieces, valid, geometry.scale)
+            return _accumulate(query, state, pieces, valid, geometry.scale, once)
 
         first = jnp.minimum(jnp.maximum(begin - passed, 0), count)
         last = jnp.minimum(jnp.maximum(end - passed, 0), count)
@@ -380,6 +409,13 @@ class _Geometry:
     window_format: str
 
 
+def _located(selected: Array, block_tables: Array, batch_ids: Array, page_rows: int) -> Array:
+    """Rows of the main plane [N, K] of selected entries; some row for entries and requests that are none."""
+    entry = jnp.maximum(selected, 0)
+    tables = block_tables[jnp.maximum(batch_ids, 0)]
+    return jnp.take_along_axis(tables, entry // page_rows, axis=1) * page_rows + entry % page_rows
+
+
 @backend.traced_once
 def sparse_attention(
     query: Array,
@@ -433,6 +469,8 @@ def sparse_attention(
         main_format=main_format,
         window_format=window_format,
     )
+    if config.apart and geometry.selected:
+        selected = _located(selected, block_tables, batch_ids, geometry.page_rows)
     flat_main = main.reshape(-1, main.shape[2]) if geometry.selected else one_row
     operands = (
         query,
