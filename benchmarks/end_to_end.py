@@ -14,8 +14,9 @@ seconds of a step (the device's and the host's part, in a queue of steps and alo
 step (bytes and operations counted by `v41jax.plan_work` over the copy and matrix rates measured in the same run) and
 the fraction reached. `--host-events` adds what the host did in a step, by JAX's annotations; give a GPU
 `XLA_FLAGS=--xla_enable_command_buffers_during_profiling=true` with it, or its captured graphs are not used. At last,
-where the device reports its kernels, another line a cell: `kernel_ms` is their sum and `largest_kernels` says which
-took how long. Asking for them ends the use of captured graphs, which is why it is done last.
+where the device reports its kernels, another line a cell: `kernel_ms` is their sum, without copies of memory, which are
+no kernels, and `largest_kernels` says which took how long. Asking for them ends the use of captured graphs, which is
+why it is done last.
 """
 
 from __future__ import annotations
@@ -368,7 +369,9 @@ def measurements(bench: Bench, table: Sequence[Cell], traced: bool) -> Iterator[
     """Times of all cells, then their kernels."""
     shapes = [[bench.arrays(*forward)[1] for forward in cell.forwards] for cell in table]
     began = time.perf_counter()
-    bench.runner.warm_up(itertools.chain.from_iterable(shapes))
+    planned = list(itertools.chain.from_iterable(shapes))
+    drafts = {shape.requests for shape in planned if shape.verifies}
+    bench.runner.warm_up(planned, drafts=sorted(drafts))
     yield {
         "programs": len(bench.runner.programs),
         "compile_all_s": round(time.perf_counter() - began, 1),

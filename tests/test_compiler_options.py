@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from pallas_kernels import backend
+from v41jax.compiled_steps import compiler_options
 from v41jax.layers.collectives import Parallel
-from v41jax.runner import compiler_options
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,37 @@ def test_a_proposals_row_counts_the_proposals_before_it_and_only_accepted_ones_a
     assert device.loads == 1
 
 
+@pytest.mark.parametrize("generation", ["cpu", "cuda"])
+def test_changes_of_rows_that_became_real_are_added_one_after_the_other(generation):
+    random = np.random.default_rng(0)
+    before = random.normal(size=(3, VOCABULARY)).astype(np.float32)
+    lengths, committed, slots = (4, 3, 2), (3, 3, 0), (2, 0, 3)
+    ids = np.repeat(np.arange(3), lengths).astype(np.int32)
+    edits = empty_edits(len(ids), 3, VOCABULARY)._replace(
+        slots=np.int32(slots)[ids],
+        tokens=np.array([7, 7, 7, 7, 1, 9, 1, 7, 7], np.int32),
+        changes=random.normal(size=len(ids)).astype(np.float32),
+    )
+    step = SimpleNamespace(
+        batch_ids=jnp.asarray(ids),
+        cu_seqlens=jnp.asarray(np.cumsum([0, *lengths]), jnp.int32),
+        positions=jnp.asarray(ids),
+        slots=jnp.zeros(3, jnp.int32),
+    )
+    verified = Verified(jnp.zeros((3, 4), jnp.int32), jnp.asarray(committed, jnp.int32))
+    expected = before.copy()
+    for row, request in enumerate(ids):
+        if row - sum(lengths[:request]) < committed[request]:
+            expected[slots[request], edits.tokens[row]] += edits.changes[row]
+    with backend.use_target(backend.Target("triton", generation)):
+        # A function of its own for each target, as below.
+        given = jnp.asarray(before), jax.tree.map(jnp.asarray, edits)
+        traced = jax.make_jaxpr(lambda *given: keep_changes(*given, step, verified, 4))(*given)
+        found = keep_changes(*given, step, verified, 4)
+    np.testing.assert_array_equal(found, expected)
+    assert ("cond" in str(traced)) == (generation == "cpu"), "a branch copies what it hands through"
+
+
 def test_masks_follow_the_proposals_up_to_one_that_is_not_allowed():
     class Even:
         seen = ()

@@ -134,7 +134,7 @@ def test_nothing_is_left_over_but_less_than_a_page():
     budget = plan_pools(shard(), setup, held, device_bytes=32 * GIB)
     assert budget.weight_bytes == 1 << 20 and budget.num_images == 0
     used = budget.weight_bytes + budget.scratch_bytes + budget.num_pages * budget.page_bytes
-    used += budget.num_slots * budget.state_bytes
+    used += budget.num_slots * budget.state_bytes + budget.adjustment_bytes
     assert 0 <= int(0.9 * 32 * GIB) - used < budget.page_bytes
 
 
@@ -145,11 +145,38 @@ def test_pages_and_checkpoint_images_share_the_memory():
     units = setup.geometry.units_per_image
     assert budget.num_images == budget.num_pages // units > 0
     left = int(0.9 * 32 * GIB) - budget.weight_bytes - budget.scratch_bytes - budget.num_slots * budget.state_bytes
+    left -= budget.adjustment_bytes
     used = budget.num_pages * budget.page_bytes + budget.num_images * budget.image_bytes
     assert 0 <= left - used < budget.page_bytes + budget.image_bytes
     assert plan_pools(options, setup, weights(1), device_bytes=32 * GIB).num_images > 0
     given = dataclasses.replace(options, num_pages=40)
     assert plan_pools(given, setup, weights(1), device_bytes=32 * GIB).num_pages == 40
+
+
+def test_every_slot_has_a_row_of_logit_adjustments_cut_over_model():
+    setup = planner().setup(MESH)
+    few, many = (plan_pools(shard(max_num_seqs=8 * n), setup, weights(1), device_bytes=32 * GIB) for n in (32, 64))
+    assert (few.adjustment_bytes, many.adjustment_bytes) == (32 * 4 * 129280 // 8, 64 * 4 * 129280 // 8)
+    left = [budget.budget_bytes + budget.scratch_bytes for budget in (few, many)]
+    assert left[0] - left[1] == 32 * 4 * 129280 // 8
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_given_pages_may_take_all_of_the_memory_and_no_more(images):
+    options, setup = shard(encoder_swa_bounded_replay=not images), planner().setup(MESH)
+    budget = plan_pools(dataclasses.replace(options, num_pages=8000), setup, weights(1), device_bytes=32 * GIB)
+    assert budget.num_pages == 8000 and bool(budget.num_images) == images
+    needed = budget.weight_bytes + budget.scratch_bytes + budget.adjustment_bytes
+    needed += budget.num_slots * budget.state_bytes + 8000 * budget.page_bytes
+    needed += budget.num_images * budget.image_bytes
+    left = Held(jax.ShapeDtypeStruct((32 * GIB - needed + 1,), np.uint8, sharding=weights(1).target.sharding))
+    given = dataclasses.replace(options, num_pages=8000)
+    assert plan_pools(given, setup, left, device_bytes=32 * GIB).num_pages == 8000
+    with pytest.raises(GeometryError) as refused:
+        plan_pools(dataclasses.replace(options, num_pages=8001), setup, left, device_bytes=32 * GIB)
+    [fault] = refused.value.faults
+    assert f"num_pages 8001 of {budget.page_bytes} bytes" in fault and f"device's {32 * GIB} bytes" in fault
+    assert "lower num_pages or max_num_seqs" in fault
 
 
 @pytest.mark.parametrize("budget", [1, 7, 13, 14, 15, 16, 40, 1001])

@@ -35,8 +35,8 @@ class Recorder:
     def __init__(self):
         self.calls = []
 
-    def warm_up(self, shapes, *, images):
-        self.calls.append(("warm_up", shapes, images))
+    def warm_up(self, shapes, *, images, drafts):
+        self.calls.append(("warm_up", shapes, images, drafts))
 
     def load_adjustments(self, slot, row):
         self.calls.append(("load_adjustments", slot, row))
@@ -101,7 +101,7 @@ def test_a_follower_does_what_process_0_does_in_order():
     service.follower(lambda: Model(lambda given: (options.append(given), runner)[1]))
     followers = service.lead()
     followers.send("build", {"num_pages": 3})
-    followers.send("warm_up", ("a",), False)
+    followers.send("warm_up", ("a",), False, (1,))
     followers.send("load_adjustments", 1, [0.5])
     followers.send("execute", "shape", "batch", "sampling", None, None)
     followers.close()
@@ -109,6 +109,7 @@ def test_a_follower_does_what_process_0_does_in_order():
     assert service.errors == service.lost == service.of_followers == []
     assert options == [{"num_pages": 3}]
     assert [call[0] for call in runner.calls] == ["warm_up", "load_adjustments", "execute"]
+    assert runner.calls[0][1:] == (("a",), False, (1,))
     assert runner.calls[2][1:3] == ("shape", "batch")
 
 
@@ -117,11 +118,11 @@ def test_signs_of_life_are_heard_during_a_long_load_and_a_long_step(monkeypatch)
     monkeypatch.setattr(multihost, "SILENCE_S", 0.5)
     monkeypatch.setattr(multihost, "LOADING_SILENCE_S", 0.5)
     service, runner = Service(), Recorder()
-    runner.warm_up = lambda shapes, *, images: time.sleep(1.0)
+    runner.warm_up = lambda shapes, *, images, drafts: time.sleep(1.0)
     service.follower(lambda: (time.sleep(1.0), Model(lambda options: runner))[1])
     followers = service.lead()
     followers.send("build", {})
-    followers.send("warm_up", (), False)
+    followers.send("warm_up", (), False, ())
     followers.send("load_adjustments", 1, [0.5])
     time.sleep(2.5)
     followers.close()
@@ -325,11 +326,11 @@ def test_strangers_at_the_port_neither_end_nor_lengthen_the_wait_for_followers()
 
 def test_a_follower_that_fails_is_lost_at_once_though_its_process_goes_on():
     service, runner = Service(), Recorder()
-    runner.warm_up = lambda shapes, *, images: 1 // 0
+    runner.warm_up = lambda shapes, *, images, drafts: 1 // 0
     service.follower(loaded(runner))
     followers = service.lead()
     followers.send("build", {})
-    followers.send("warm_up", (), False)
+    followers.send("warm_up", (), False, ())
     service.join()
     assert isinstance(service.errors[0], ZeroDivisionError)
     assert service.lost.noticed.wait(10)
@@ -340,11 +341,11 @@ def test_a_follower_that_fails_is_lost_at_once_though_its_process_goes_on():
 def test_when_process_0_fails_a_follower_hears_it_inside_a_step_that_never_ends(monkeypatch):
     monkeypatch.setattr(multihost, "LAST_WORDS_S", 0.2)
     service, runner, ends = Service(), Recorder(), threading.Event()
-    runner.warm_up = lambda shapes, *, images: ends.wait(20)
+    runner.warm_up = lambda shapes, *, images, drafts: ends.wait(20)
     service.follower(loaded(runner))
     followers = service.lead()
     followers.send("build", {})
-    followers.send("warm_up", (), False)
+    followers.send("warm_up", (), False, ())
     followers.fail("RuntimeError: out of memory")
     followers.close()
     assert service.of_followers.noticed.wait(10)

@@ -7,8 +7,7 @@ draft is the engine's.
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,19 +18,20 @@ from pallas_kernels import backend
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
+from v41jax.compiled_steps import Lowered
 from v41jax.draft_parameters import DraftParameters
 from v41jax.dspark import DraftBlock, check_draft
 from v41jax.model import ModelSetup
+from v41jax.packed_arguments import Packing
 from v41jax.parameters import Parameters
 from v41jax.runner import (
-    CompiledStep,
     ModelRunner,
+    ProgramKey,
     StepOutput,
     StepSampling,
     abstract,
     choose_tokens,
     sampling_inputs,
-    temporary_bytes,
 )
 from v41jax.sampling import SamplingInputs
 from v41jax.speculative_steps import VerifyOutput, context_step, draft_step, verify_step
@@ -102,9 +102,10 @@ def serve_draft(
     *,
     setup: ModelSetup,
     confidence: bool,
-) -> DraftBlock:
-    """`draft_step` with the weights of a runner."""
-    return draft_step(*weights, pools, slots, live, sampling, setup=setup, confidence=confidence)
+) -> tuple[Pools, DraftBlock]:
+    """`draft_step` with the weights of a runner. It takes the pools and hands them back as they were: the next step
+    donates them, and the host would wait on the device for a call that still reads what is donated."""
+    return pools, draft_step(*weights, pools, slots, live, sampling, setup=setup, confidence=confidence)
 
 
 class DraftRunner(ModelRunner):
@@ -140,7 +141,6 @@ class DraftRunner(ModelRunner):
         super().__init__(params, setup, **options)
         self.draft_parameters = draft_parameters
         self.confidence = confidence
-        self._draft_programs: dict[int, CompiledStep] = {}
 
     @property
     def weights(self) -> DraftingWeights:
@@ -151,21 +151,10 @@ class DraftRunner(ModelRunner):
         """See `ModelRunner.step_function`."""
         return functools.partial(serve_verify if shape.verifies else serve_prefill, setup=self.setup)
 
-    @property
-    def programs(self) -> Sequence[CompiledStep]:
-        """See `ModelRunner.programs`."""
-        return [*super().programs, *self._draft_programs.values()]
-
     def summary(self) -> dict[str, Any]:
         """See `ModelRunner.summary`."""
         draft_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.draft_parameters))
         return {**super().summary(), "draft_weight_bytes": draft_bytes, "confidence": self.confidence}
-
-    def warm_up_drafts(self, requests: Iterable[int]) -> None:
-        """Compiles draft calls of these batch sizes ahead; before `warm_up`, which declares the set complete."""
-        if self._execution == "FULL":
-            for count in requests:
-                self._draft_program(count)
 
     def draft(
         self, requests: int, slots: Sequence[int], sampling: SamplingInputs, places: Sequence[int] | None = None
@@ -181,32 +170,52 @@ class DraftRunner(ModelRunner):
 
         Returns:
           Proposals by place in the program's batch.
+
+        Raises:
+          RuntimeError: as of `execute`.
         """
         where = np.arange(len(slots)) if places is None else np.asarray(places)
         padded = np.zeros(requests * self.setup.parallel.data, np.int32)
         padded[where] = slots
         live = np.zeros(padded.shape, bool)
         live[where] = True
+        arguments: tuple[Any, ...] = (padded, live, sampling)
+        program: Callable[..., tuple[Pools, DraftBlock]]
         if self._execution == "FULL":
-            return self._draft_program(requests).call(self.weights, self.pools, padded, live, sampling)
-        arguments = jax.tree.map(jnp.asarray, (padded, live, sampling))
-        return serve_draft(self.weights, self.pools, *arguments, setup=self.setup, confidence=self.confidence)
+            program = self._program(requests).call
+        else:
+            program = self._draft_function()
+            arguments = jax.tree.map(jnp.asarray, arguments)
+        with self._taking_pools():
+            self._pools, block = program(self.weights, self._pools, *arguments)
+        return block
 
-    def _draft_program(self, requests: int) -> CompiledStep:
-        if requests in self._draft_programs:
-            return self._draft_programs[requests]
-        self.note_compilation(f"a draft for {requests} requests")
-        began = time.perf_counter()
-        count = requests * self.setup.parallel.data
+    def _draft_function(self) -> Callable[..., tuple[Pools, DraftBlock]]:
+        """The pure function of a draft call; arguments as of `serve_draft`, without the static ones."""
+        return functools.partial(serve_draft, setup=self.setup, confidence=self.confidence)
+
+    def _lower(self, key: ProgramKey) -> Lowered:
+        """See `ModelRunner._lower`."""
+        if not isinstance(key, int):
+            return super()._lower(key)
+        self.note_compilation(f"a draft for {key} requests")
+        count = key * self.setup.parallel.data
         rows = jax.ShapeDtypeStruct((count,), np.int32), jax.ShapeDtypeStruct((count,), np.bool_)
-        arguments = (abstract(self.weights), abstract(self.pools), *rows, abstract(sampling_inputs([], count)))
+        arguments = (abstract(self.weights), abstract(self._pools), *rows, abstract(sampling_inputs([], count)))
         with backend.recording(self._operations):
-            lowered = self._jit_draft(arguments).lower(*arguments)
-        executable = lowered.compile()
-        program = CompiledStep(executable, time.perf_counter() - began, temporary_bytes(executable))
-        self._draft_programs[requests] = program
-        return program
+            return self._lowered_draft(arguments)
 
-    def _jit_draft(self, arguments: Sequence[Any]) -> Any:
-        """The draft call, to be lowered for these (abstract) arguments."""
-        return jax.jit(functools.partial(serve_draft, setup=self.setup, confidence=self.confidence))
+    def _lowered_draft(self, arguments: Sequence[Any]) -> Lowered:
+        """The draft call, lowered for these (abstract) arguments."""
+        weights, pools, *small = arguments
+        packing, draft = Packing(small), self._draft_function()
+
+        def packed_draft(weights: DraftingWeights, pools: Pools, words: Array) -> tuple[Pools, DraftBlock]:
+            return draft(weights, pools, *packing.unpack(words))
+
+        def prepare(weights: DraftingWeights, pools: Pools, *small: Any) -> Sequence[Any]:
+            return weights, pools, packing.pack(list(small))
+
+        words = jax.ShapeDtypeStruct((packing.words,), jnp.int32)
+        lowered = jax.jit(packed_draft, donate_argnums=1).lower(weights, pools, words)
+        return Lowered(lowered, prepare, self.setup.parallel)

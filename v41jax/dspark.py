@@ -16,7 +16,15 @@ from pallas_kernels.stored_rows import load_rows
 from scheduler.pools import Pools
 from v41jax.draft_parameters import DraftParameters, draft_text
 from v41jax.layers import collectives
-from v41jax.layers.attention import KeyMemory, Selection, attend, query_latent, window_rows, write_ring
+from v41jax.layers.attention import (
+    KeyMemory,
+    Selection,
+    attend,
+    query_latent,
+    window_latents,
+    window_rows,
+    write_window_keys,
+)
 from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.linear import linear, product, quantize_input
 from v41jax.layers.moe import codes_read, moe
@@ -24,7 +32,7 @@ from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import at_positions
 from v41jax.layers.rows import Requests, Rows
 from v41jax.model import ModelSetup, Taps
-from v41jax.parameters import LayerWeights, Parameters
+from v41jax.parameters import LayerWeights, Parameters, layer_of_run
 from v41jax.quantization import fake_q8
 from v41jax.sampling import SamplingInputs, sample
 
@@ -113,13 +121,24 @@ def write_draft_context(draft: DraftParameters, pools: Pools, taps: Taps, slots:
     main = rms_norm(projected, draft.main_norm, text.rms_norm_eps)
     quantized = quantize_input(main, precision)
 
-    def stage(rings: Array, layer: tuple) -> tuple[Array, None]:
-        weights, offset = layer
-        keys = window_rows(quantized, weights, taps.rows.plain, text, kernels)
-        window_format = setup.geometry.window_format
-        return write_ring(rings, keys, taps.rows, slots, offset, window_format=window_format), None
+    def stage(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+        rings, place = carry
+        weights = layer_of_run(draft.stages, place).attention
+        rings = write_window_keys(
+            rings,
+            window_latents(quantized, weights, kernels),
+            weights,
+            taps.rows.plain,
+            taps.rows,
+            slots,
+            _ring_offset(pools, setup, place),
+            text=text,
+            window_format=setup.geometry.window_format,
+            kernels=kernels,
+        )
+        return (rings, place + 1), None
 
-    rings, _ = jax.lax.scan(stage, _rings(pools), (draft.stages.attention, _ring_offsets(pools, setup)))
+    (rings, _), _ = jax.lax.scan(stage, (_rings(pools), jnp.int32(0)), length=setup.geometry.draft_layers)
     return pools.replace(window=rings.reshape(pools.window.shape))
 
 
@@ -229,11 +248,14 @@ def draft_hidden(
     pre_mix = jnp.zeros((ids.size, text.hc_mult), jnp.float32).at[:, 0].set(1.0)
     rows = block_rows(params, requests, setup)
 
-    def stage(carry: tuple[Array, Array], layer: tuple[LayerWeights, Array]) -> tuple[tuple[Array, Array], None]:
-        weights, offset = layer
-        return draft_stage(weights, *carry, rows, requests, pools, offset, setup), None
+    def stage(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
+        streams, pre_mix, place = carry
+        # Indexed here and not scanned over: kernels read a stage in its stack, a scan would copy all of its experts.
+        weights, offset = layer_of_run(draft.stages, place), _ring_offset(pools, setup, place)
+        return (*draft_stage(weights, streams, pre_mix, rows, requests, pools, offset, setup), place + 1), None
 
-    (streams, pre_mix), _ = jax.lax.scan(stage, (streams, pre_mix), (draft.stages, _ring_offsets(pools, setup)))
+    carry = (streams, pre_mix, jnp.int32(0))
+    (streams, pre_mix, _), _ = jax.lax.scan(stage, carry, length=setup.geometry.draft_layers)
     return collapse(streams, pre_mix)
 
 
@@ -355,7 +377,6 @@ def _rings(pools: Pools) -> Array:
     return pools.window.reshape(-1, *pools.window.shape[2:])
 
 
-def _ring_offsets(pools: Pools, setup: ModelSetup) -> Array:
-    """First ring of each stage, [stages] int32; the draft's windows follow the backbone's."""
-    slots = pools.window.shape[1]
-    return (setup.geometry.layers + jnp.arange(setup.geometry.draft_layers, dtype=jnp.int32)) * slots
+def _ring_offset(pools: Pools, setup: ModelSetup, place: Array) -> Array:
+    """First ring of a stage, int32 scalar; the draft's windows follow the backbone's."""
+    return (setup.geometry.layers + place) * pools.window.shape[1]

@@ -213,10 +213,9 @@ class Engine:
             engine_drafts = EngineDrafts(scheduler, runner, profile) if isinstance(runner, DraftRunner) else None
             if calibrates:
                 buckets = dataclasses.replace(buckets, verify_rows=verify_ladder(geometry.speculative_tokens, True))
-            if warm_up and isinstance(runner, DraftRunner):
-                runner.warm_up_drafts(buckets.draft_requests)
             if warm_up:
-                runner.warm_up(buckets.shapes(scheduler.decoder_replay), images=sees)
+                shapes = buckets.shapes(scheduler.decoder_replay)
+                runner.warm_up(shapes, images=sees, drafts=buckets.draft_requests if drafts else ())
             if config.uses_tiers:
                 tiers = _open_tiers(config, runner, checkpoint, lookup)
                 resources.append(tiers)

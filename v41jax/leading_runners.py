@@ -39,12 +39,12 @@ class LeadingRunner(MeshRunner):
         followers.send("build", {name: options[name] for name in BUILD_OPTIONS if name in options})
         super().__init__(*arguments, **options)
 
-    def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False) -> None:
+    def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False, drafts: Iterable[int] = ()) -> None:
         """As of `ModelRunner`."""
-        shapes = tuple(shapes)
-        self._followers.send("warm_up", shapes, images)
+        shapes, drafts = tuple(shapes), tuple(drafts)
+        self._followers.send("warm_up", shapes, images, drafts)
         self._warming = True
-        super().warm_up(shapes, images=images)
+        super().warm_up(shapes, images=images, drafts=drafts)
         self._warming = False
 
     def execute(
@@ -74,12 +74,6 @@ class LeadingRunner(MeshRunner):
 
 class LeadingDraftRunner(LeadingRunner, MeshDraftRunner):
     """A `MeshDraftRunner` that followers repeat."""
-
-    def warm_up_drafts(self, requests: Iterable[int]) -> None:
-        """As of `DraftRunner`."""
-        requests = tuple(requests)
-        self._followers.send("warm_up_drafts", requests)
-        super().warm_up_drafts(requests)
 
     def draft(
         self, requests: int, slots: Sequence[int], sampling: SamplingInputs, places: Sequence[int] | None = None

@@ -71,7 +71,8 @@ class PoolBudget:
       device_bytes: memory of the device.
       weight_bytes: taken by weights.
       scratch_bytes: left for the temporaries of steps.
-      budget_bytes: what was left for pools; 0 when `num_pages` was given.
+      adjustment_bytes: of the logit adjustments, a row of the vocabulary for each slot, on one device.
+      budget_bytes: what was left for pools and images; 0 when `num_pages` was given.
       num_pages: PAGE units.
       num_slots: state slots.
       num_images: checkpoint images that can exist at once; each also takes pages of the scheduler.
@@ -83,6 +84,7 @@ class PoolBudget:
     device_bytes: int
     weight_bytes: int
     scratch_bytes: int
+    adjustment_bytes: int
     budget_bytes: int
     num_pages: int
     num_slots: int
@@ -103,8 +105,9 @@ def device_memory_bytes() -> int:
 def plan_pools(config: EngineConfig, setup: ModelSetup, held: Held, *, device_bytes: int | None = None) -> PoolBudget:
     """Sizes the pools (runtime specification, "Who allocates").
 
-    State slots come first, one a request; the rest buys pages. More pages than every slot's longest request needs are
-    still useful, they keep prefixes. Where checkpoint images are kept, pages and images share the rest.
+    State slots come first, one a request, with a row of logit adjustments each; the rest buys pages. More pages than
+    every slot's longest request needs are still useful, they keep prefixes. Where checkpoint images are kept, pages and
+    images share the rest. A given `num_pages` may take all of the device's memory, not only `memory_utilization` of it.
 
     Args:
       config: options of one data shard.
@@ -113,9 +116,10 @@ def plan_pools(config: EngineConfig, setup: ModelSetup, held: Held, *, device_by
       device_bytes: memory of a device that is not there; None asks the runtime, and takes little of a CPU's.
 
     Raises:
-      GeometryError: not one page fits; it names the bytes.
+      GeometryError: not one page fits, or not as many as `num_pages`; it names the bytes.
     """
     geometry, slots = setup.geometry, config.max_num_seqs
+    adjustments = 4 * slots * setup.config.text.vocab_size // setup.parallel.model
     most = CPU_POOL_BYTES if device_bytes is None and jax.default_backend() == "cpu" else None
     device_bytes = device_memory_bytes() if device_bytes is None else device_bytes
     weights, scratch, budget = sum(held.chip_bytes().values()), scratch_bytes(config, setup, device_bytes), 0
@@ -124,16 +128,29 @@ def plan_pools(config: EngineConfig, setup: ModelSetup, held: Held, *, device_by
     if config.num_pages is not None:
         pages = config.num_pages
     else:
-        budget = int(device_bytes * config.memory_utilization) - scratch - weights
+        budget = int(device_bytes * config.memory_utilization) - scratch - weights - adjustments
         budget = budget if most is None else min(budget, most)
         pages = geometry.pages_for_budget(budget, slots)
         if keeps_images:
             pages = pages_beside_images(geometry, budget - slots * geometry.state_bytes)
     images = pages // geometry.units_per_image if keeps_images else 0
+    needed = weights + scratch + adjustments + slots * geometry.state_bytes
+    needed += pages * geometry.page_unit_bytes + images * geometry.image_bytes
+    if config.num_pages is not None and needed > device_bytes:
+        raise GeometryError(
+            [
+                f"num_pages {pages} of {geometry.page_unit_bytes} bytes, with {images} checkpoint images of "
+                f"{geometry.image_bytes} bytes, {slots} slots of {geometry.state_bytes} bytes, logit adjustments of "
+                f"{adjustments} bytes, weights of {weights} bytes and temporaries of {scratch} bytes, need {needed} "
+                f"of the device's {device_bytes} bytes: lower num_pages or max_num_seqs, or leave num_pages out to "
+                "take what is there"
+            ]
+        )
     return PoolBudget(
         device_bytes=device_bytes,
         weight_bytes=weights,
         scratch_bytes=scratch,
+        adjustment_bytes=adjustments,
         budget_bytes=budget,
         num_pages=pages,
         num_slots=slots,

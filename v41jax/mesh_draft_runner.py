@@ -8,7 +8,7 @@ follows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,13 @@ from jax.sharding import Mesh, PartitionSpec
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
+from v41jax.compiled_steps import Lowered
 from v41jax.draft_parameters import DraftParameters, draft_leaves
 from v41jax.draft_runner import DraftingWeights, DraftRunner, verified_output
 from v41jax.dspark import DraftBlock, DraftRequests, committed_requests, draft_hidden, propose
 from v41jax.layers.collectives import DATA, Parallel
 from v41jax.mesh_forward import mesh_forward, whole_step
-from v41jax.mesh_runner import MeshRunner, jit_on_mesh, mesh_serve_step
+from v41jax.mesh_runner import MeshRunner, mesh_serve_step
 from v41jax.model import ModelSetup
 from v41jax.parameters import Parameters, TensorSource, WeightForm, describe_checkpoint, load_leaves
 from v41jax.runner import StepOutput, StepSampling
@@ -80,12 +81,12 @@ def mesh_serve_draft(
     mesh: Mesh,
     setup: ModelSetup,
     confidence: bool,
-) -> DraftBlock:
+) -> tuple[Pools, DraftBlock]:
     """`draft_runner.serve_draft` on a mesh.
 
     Args:
       weights: whole, cut as `weight_specs` says.
-      pools: of all shards.
+      pools: of all shards, donated and handed back as they were.
       slots: [data R] int32, inside the shard.
       live: [data R] bool.
       sampling: [data R] per request.
@@ -107,7 +108,7 @@ def mesh_serve_draft(
         check_vma=False,
     )(weights, pools, slots, live)
     sampling = sampling._replace(positions=requests.positions + 2)
-    return propose(*weights, requests, hidden, setup=setup, confidence=confidence, sampling=sampling)
+    return pools, propose(*weights, requests, hidden, setup=setup, confidence=confidence, sampling=sampling)
 
 
 def load_draft_on_mesh(
@@ -135,24 +136,26 @@ class MeshDraftRunner(DraftRunner, MeshRunner):
         """
         super().__init__(params, setup, draft_parameters, **options)
 
-    def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
+    def step_function(self, shape: StepShape) -> Callable[..., tuple[Pools, Array, StepOutput]]:
+        """See `ModelRunner.step_function`."""
         serve = mesh_serve_verify if shape.verifies else mesh_serve_prefill
-        step = functools.partial(serve, mesh=self.mesh, setup=self.setup)
-        return jit_on_mesh(step, self.mesh, self.setup, arguments)
+        return functools.partial(serve, mesh=self.mesh, setup=self.setup)
 
-    def _jit_draft(self, arguments: Sequence[Any]) -> Any:
+    def _draft_function(self) -> Callable[..., tuple[Pools, DraftBlock]]:
+        return functools.partial(mesh_serve_draft, mesh=self.mesh, setup=self.setup, confidence=self.confidence)
+
+    def _lowered_draft(self, arguments: Sequence[Any]) -> Lowered:
         weights, pools, _, _, sampling = arguments
         rows, whole = PartitionSpec(DATA), PartitionSpec()
         parallel = self.setup.parallel
-        specs = (
-            weight_specs(weights, parallel),
-            pool_specs(pools, parallel),
-            rows,
-            rows,
-            jax.tree.map(lambda _: whole, sampling),
-        )
-        return jax.jit(
-            functools.partial(mesh_serve_draft, mesh=self.mesh, setup=self.setup, confidence=self.confidence),
+        held = pool_specs(pools, parallel)
+        specs = (weight_specs(weights, parallel), held, rows, rows, jax.tree.map(lambda _: whole, sampling))
+        results = (held, DraftBlock(whole, whole if self.confidence else None))
+        draft = jax.jit(
+            self._draft_function(),
+            donate_argnums=1,
             in_shardings=shardings(self.mesh, specs),
-            out_shardings=shardings(self.mesh, DraftBlock(whole, whole if self.confidence else None)),
+            out_shardings=shardings(self.mesh, results),
         )
+        # Not packed: every shard is sent its own rows only.
+        return Lowered(draft.lower(*arguments), lambda *given: given, self.setup.parallel)

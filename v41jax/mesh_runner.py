@@ -19,6 +19,7 @@ from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
+from v41jax.compiled_steps import Lowered
 from v41jax.draft_parameters import DraftParameters
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.layers.rows import Phase
@@ -86,21 +87,16 @@ def mesh_serve_step(
     return choose_tokens(params, pools, adjustments, whole, output, sampling, setup=setup)
 
 
-def jit_mesh_step(mesh: Mesh, setup: ModelSetup, phase: Phase, arguments: Sequence[Any]) -> Any:
-    """`mesh_serve_step` with the placement of every argument and result said, to be lowered for these arguments.
+def jit_on_mesh(step: Callable[..., Any], mesh: Mesh, setup: ModelSetup, arguments: Sequence[Any]) -> Any:
+    """A step with the placement of every argument and result said, to be lowered for these arguments.
 
     Args:
+      step: with the arguments and results of `mesh_serve_step`, without the static ones; weights of any kind.
       mesh: of real devices, or of a topology's.
       setup: static.
-      phase: static.
-      arguments: params, pools, adjustments, batch, Engram rows, sampling, and image embeddings if there are any;
+      arguments: weights, pools, adjustments, batch, Engram rows, sampling, and image embeddings if there are any;
         abstract or not.
     """
-    return jit_on_mesh(functools.partial(mesh_serve_step, mesh=mesh, setup=setup, phase=phase), mesh, setup, arguments)
-
-
-def jit_on_mesh(step: Callable[..., Any], mesh: Mesh, setup: ModelSetup, arguments: Sequence[Any]) -> Any:
-    """`jit_mesh_step` for any step with the arguments and results of `mesh_serve_step`, weights of any kind."""
     weights, pools, _, batch, engram_rows, sampling, *images = arguments
     whole = PartitionSpec()
     held = (pool_specs(pools, setup.parallel), ADJUSTMENTS)
@@ -183,12 +179,14 @@ class MeshRunner(ModelRunner):
         """As of `ModelRunner`; over several processes every one of them reads what any shard holds."""
         return mesh_transfers(self.mesh, self.setup.parallel, self._pools, shared=jax.process_count() > 1)
 
-    def _jit_step(self, shape: StepShape, arguments: Sequence[Any]) -> Any:
-        return jit_mesh_step(self.mesh, self.setup, shape.phase.value, arguments)
+    def step_function(self, shape: StepShape) -> Callable[..., tuple[Pools, Array, StepOutput]]:
+        """See `ModelRunner.step_function`."""
+        return functools.partial(mesh_serve_step, mesh=self.mesh, setup=self.setup, phase=shape.phase.value)
 
-    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> tuple[Any, Callable[..., Sequence[Any]]]:
+    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> Lowered:
         # Not packed: every shard is sent its own rows only.
-        return self._jit_step(shape, arguments).lower(*arguments), lambda *given: given
+        step = jit_on_mesh(self.step_function(shape), self.mesh, self.setup, arguments)
+        return Lowered(step.lower(*arguments), lambda *given: given, self.setup.parallel)
 
     def _no_edits(self, outputs: int) -> LogitEdits:
         # On the host: an array on one device is no argument for a program of many processes.

@@ -389,7 +389,7 @@ def _repeat(next_message: Callable[[], Any], model: Model) -> None:
         if command == "build":
             runner = model.build(arguments[0])
         elif command == "warm_up":
-            runner.warm_up(arguments[0], images=arguments[1])
+            runner.warm_up(arguments[0], images=arguments[1], drafts=arguments[2])
         elif command == "execute":
             shape, batch, sampling, ops, image_rows = arguments
             engram_rows = EngramRows((), ()) if model.lookup is None else model.lookup.step_rows(batch)

@@ -462,7 +462,7 @@ def layer_of_run(stacked: LayerWeights, place: Array | int) -> LayerWeights:
     moe = stacked.moe
     return layer_of(stacked._replace(attention=None, moe=None), "attn_norm", "ffn_norm")._replace(
         attention=layer_of(stacked.attention, "sink", "q_norm", "kv_norm", "wo_a"),
-        moe=MoeWeights(layer_of(moe.router, "bias", "bias_vl"), moe.experts, take(moe.shared), layer),
+        moe=MoeWeights(layer_of(moe.router, "weight", "bias", "bias_vl"), moe.experts, take(moe.shared), layer),
     )
 
 

@@ -186,7 +186,7 @@ class Planner:
         """Sizes and bounds a mesh without compiling.
 
         Raises:
-          GeometryError: weights and slots leave no room for a page.
+          GeometryError: weights and slots leave no room for a page, or for as many as were asked for.
         """
         setup, chip, held = self.setup(parallel), self.chip, self.held(parallel)
         options = self.options(parallel)
@@ -279,7 +279,10 @@ class Planner:
             )
         rows = Rows(shape.rows, shape.decoder_rows(setup.geometry.window_size), shape.outputs, self.context)
         work = self.work(held, setup, rows, compiled)
-        total = plan.budget.weight_bytes + plan.pool_bytes + plan.image_bytes + plan.budget.scratch_bytes
+        budget = plan.budget
+        total = (
+            budget.weight_bytes + plan.pool_bytes + plan.image_bytes + budget.adjustment_bytes + budget.scratch_bytes
+        )
         if compiled is not None:
             # What a step does not read lies there all the same.
             idle = plan.image_bytes + plan.held_bytes["tower"] + plan.held_bytes["tables"]
@@ -345,6 +348,7 @@ def as_json(mesh: MeshPlan, steps: list[StepPlan]) -> dict[str, Any]:
             "weights": mesh.held_bytes,
             "pool_bytes": mesh.pool_bytes,
             "image_bytes": mesh.image_bytes,
+            "adjustment_bytes": mesh.budget.adjustment_bytes,
             "scratch_bytes": mesh.budget.scratch_bytes,
         },
         "pages": mesh.pages,

@@ -6,14 +6,13 @@ nothing that varies between steps is captured in a closure. What to run is the s
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import itertools
 import logging
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -28,8 +27,8 @@ from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
 from v41jax.bounded_replay import take_rows
+from v41jax.compiled_steps import CompiledStep, Lowered, compiled
 from v41jax.flow import Flow
-from v41jax.layers.collectives import Parallel
 from v41jax.layers.rows import Phase
 from v41jax.layers.vision import write_image_rows
 from v41jax.model import ForwardOutput, ModelSetup, forward, head
@@ -47,7 +46,6 @@ Pools = pool_arrays.Pools
 
 _log = logging.getLogger(__name__)
 
-
 Execution = Literal["FULL", "PIECEWISE", "EAGER"]
 """How a step runs; see `ModelRunner`."""
 
@@ -56,6 +54,9 @@ MOST_COMPILING = 8
 
 SCORED_ROWS = 128
 """Prompt rows whose logits exist at once."""
+
+ProgramKey = tuple[StepShape, bool] | int
+"""Names a program: a step's shape and whether its rows take image embeddings, or the requests of a draft call."""
 
 
 class StepOutput(NamedTuple):
@@ -96,33 +97,6 @@ class StepSampling(NamedTuple):
 
 class StateMismatchError(RuntimeError):
     """A slot's cursor disagrees with the scheduler: its state must be rebuilt from a recoverable boundary."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledStep:
-    """One bucket's program.
-
-    Attributes:
-      call: the executable, with its arguments made from those of the step function.
-      seconds: time it took to compile (or to fetch from the persistent cache).
-      temporary_bytes: device memory it needs besides arguments and results.
-    """
-
-    call: Callable[..., Any]
-    seconds: float
-    temporary_bytes: int
-
-
-def compiler_options(parallel: Parallel) -> dict[str, str | bool]:
-    """What XLA is asked of a step, by the names of its options.
-
-    On one NVIDIA GPU kernels of a captured graph run side by side where none needs the other, as those of the shared
-    expert beside the routed ones (XLA's default runs them one after the other), and the layers of a run follow each
-    other without a condition between them. On a mesh collectives keep their order.
-    """
-    if parallel.chips > 1 or backend.current_target() != backend.Target("triton", "cuda"):
-        return {}
-    return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_command_buffer_unroll_loops": True}
 
 
 def serve_step(
@@ -278,7 +252,7 @@ class ModelRunner:
         self._pools, self._images, self._adjustments = self._allocate(num_images)
         self._copies = self._make_copies()
         self._empty_edits: dict[int, LogitEdits] = {}
-        self._compiled: dict[tuple[StepShape, bool], CompiledStep] = {}
+        self._compiled: dict[ProgramKey, CompiledStep] = {}
         self._operations: backend.Choices = {}
         self._warm = False
         self._failed = False
@@ -293,19 +267,20 @@ class ModelRunner:
         """What moves slots and images of these arrays."""
         return StateCopies()
 
-    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> tuple[Any, Callable[..., Sequence[Any]]]:
-        """The whole step, lowered for these (abstract) arguments, and what makes its arguments of `serve_step`'s."""
+    def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> Lowered:
+        """The whole step, lowered for these (abstract) arguments."""
         packing = StepPacking(arguments)
         step = self.step_function(shape)
 
         def packed_step(*packed: Any) -> tuple[Pools, Array, StepOutput]:
             return step(*packing.unpack(*packed))
 
-        return jax.jit(packed_step, donate_argnums=(1, 2)).lower(*packing.abstract), packing.pack
+        lowered = jax.jit(packed_step, donate_argnums=(1, 2)).lower(*packing.abstract)
+        return Lowered(lowered, packing.pack, self.setup.parallel)
 
     @property
     def pools(self) -> Pools:
-        """The live pools, for tests and debugging: read them before the next step donates them."""
+        """The live pools, for tests and debugging: read them before the next step or draft call donates them."""
         return self._pools
 
     def replace_pools(self, pools: Pools) -> None:
@@ -332,36 +307,36 @@ class ModelRunner:
 
     # Compilation ---------------------------------------------------------------------------------------------
 
-    def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False) -> None:
-        """Compiles steps ahead from abstract shapes; no pool byte is touched. Only whole steps are compiled ahead.
+    def warm_up(self, shapes: Iterable[StepShape], *, images: bool = False, drafts: Iterable[int] = ()) -> None:
+        """Compiles programs ahead from abstract shapes; no pool byte is touched. Only whole steps are compiled ahead.
 
         Args:
           shapes: every shape that the scheduler's buckets can produce.
           images: also compile the variants whose rows take image embeddings.
+          drafts: batch sizes of draft calls, of one data shard; for a runner that drafts.
         """
         if self._execution != "FULL":
             return
-        keys = [
-            (shape, taken)
-            for shape in shapes
-            for taken in ((False, True) if images and shape.phase.value == "prefill" else (False,))
-        ]
+        keys: list[ProgramKey] = list(drafts)
+        for shape in shapes:
+            keys += [(shape, False), (shape, True)] if images and shape.phase.value == "prefill" else [(shape, False)]
         # Tracing holds the interpreter, compiling does not.
         with ThreadPoolExecutor(min(MOST_COMPILING, os.cpu_count() or 1)) as pool:
             wanted = dict.fromkeys(key for key in keys if key not in self._compiled)
-            for key, program in [(key, pool.submit(self._compile, *self._lower(*key))) for key in wanted]:
+            for key, program in [(key, pool.submit(compiled, self._lower(key))) for key in wanted]:
                 self._compiled[key] = program.result()
         self.load_adjustments(0, np.zeros(self._adjustments.shape[1], np.float32))
         self._warm = True
 
-    def _program(self, shape: StepShape, images: bool) -> CompiledStep:
-        key = (shape, images)
+    def _program(self, key: ProgramKey) -> CompiledStep:
         if key not in self._compiled:
-            self._compiled[key] = self._compile(*self._lower(shape, images))
+            self._compiled[key] = compiled(self._lower(key))
         return self._compiled[key]
 
-    def _lower(self, shape: StepShape, images: bool) -> tuple[Any, Callable[..., Sequence[Any]]]:
-        """A step's program, traced for abstract arguments; see `_lowered_step`."""
+    def _lower(self, key: ProgramKey) -> Lowered:
+        """A program, traced for abstract arguments."""
+        assert not isinstance(key, int), "only a DraftRunner drafts"
+        shape, images = key
         self.note_compilation(shape)
         setup = self.setup
         shards = setup.parallel.data
@@ -379,12 +354,6 @@ class ModelRunner:
             arguments.append(image_shape(setup.config, shards * shape.rows, setup.precision.activation_dtype))
         with backend.recording(self._operations):
             return self._lowered_step(shape, arguments)
-
-    def _compile(self, lowered: Any, prepare: Callable[..., Sequence[Any]]) -> CompiledStep:
-        began = time.perf_counter()
-        executable = lowered.compile(compiler_options(self.setup.parallel))
-        seconds = time.perf_counter() - began
-        return CompiledStep(lambda *arguments: executable(*prepare(*arguments)), seconds, temporary_bytes(executable))
 
     def note_compilation(self, what: object) -> None:
         """Counts a compilation that warm-up should have done."""
@@ -424,10 +393,8 @@ class ModelRunner:
             `write_image_rows`. None when no row lies in an image, which runs the program of text.
 
         Raises:
-          RuntimeError: after an earlier step failed; the pools were donated to it and are gone.
+          RuntimeError: after an earlier step or draft call failed; the pools were donated to it and are gone.
         """
-        if self._failed:
-            raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
         images = image_rows is not None
         arguments: list[Any] = [batch, engram_rows, sampling]
         if image_rows is not None:
@@ -435,23 +402,28 @@ class ModelRunner:
             arguments.append(_spread(*image_rows, count=count, dtype=self.setup.precision.activation_dtype))
         program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._execution == "FULL":
-            program = self._program(shape, images).call
+            program = self._program((shape, images)).call
         elif self._execution == "PIECEWISE":
             program = self._in_pieces(shape.phase.value)
         else:
             program = self.step_function(shape)
             arguments = jax.tree.map(jnp.asarray, arguments)
-        try:
+        with self._taking_pools(), backend.recording(self._operations):
             if ops is not None:
                 self._maintain(ops)
-            with backend.recording(self._operations):
-                self._pools, self._adjustments, output = program(
-                    self.weights, self._pools, self._adjustments, *arguments
-                )
+            self._pools, self._adjustments, output = program(self.weights, self._pools, self._adjustments, *arguments)
+        return output
+
+    @contextlib.contextmanager
+    def _taking_pools(self) -> Iterator[None]:
+        """Around a call that the pools are donated to: if it fails they are gone."""
+        if self._failed:
+            raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
+        try:
+            yield
         except BaseException:
             self._failed = True
             raise
-        return output
 
     def _in_pieces(self, phase: Phase) -> PiecewiseStep:
         if phase not in self._pieces:
@@ -587,11 +559,6 @@ def sampling_inputs(rows: Sequence[SamplingRow], outputs: int, places: Iterable[
 def sampled_rows(shape: StepShape) -> int:
     """Entries of a step's `SamplingInputs`: its output rows, or the requests of a verification."""
     return shape.requests if shape.verifies else shape.outputs
-
-
-def temporary_bytes(executable: Any) -> int:
-    """Device memory that a compiled program needs besides arguments and results."""
-    return int(getattr(executable.memory_analysis(), "temp_size_in_bytes", 0) or 0)
 
 
 def abstract(tree: Any) -> Any:

@@ -110,13 +110,18 @@ def constrain(logits: Array, edits: LogitEdits) -> Array:
     return jax.lax.cond(jnp.any(edits.constrained), mask, lambda values: values, logits)
 
 
+def on_gpu() -> bool:
+    """Whether programs are made for a GPU, where what branches hold and hand through has costs of its own."""
+    return backend.current_target().generation in ("cuda", "rocm")
+
+
 def _largest(logits: Array, count: int) -> tuple[Array, Array]:
     """The `count` largest of each row, descending, and their ids, the smaller first among equals; -0.0 equals 0.0.
 
     For a GPU by sorting: XLA cannot make its top-k part of a captured graph, and with one in a branch the host waits
     for the device in every step, whether the branch is taken or not.
     """
-    if backend.current_target().generation not in ("cuda", "rocm"):
+    if not on_gpu():
         # The order of top-k is total: it would put 0.0 before -0.0.
         return jax.lax.top_k(jnp.where(logits == 0, 0.0, logits), count)
     ranked, order = _ranked(logits)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from scheduler.batch import BatchStep
 from scheduler.pools import Pools
-from v41jax.sampling import LogitEdits, SamplingInputs, constrain, sample
+from v41jax.sampling import LogitEdits, SamplingInputs, constrain, on_gpu, sample
 
 Array = jax.Array
 
@@ -129,6 +129,9 @@ def edit_rows(logits: Array, adjustments: Array, edits: LogitEdits, batch: Batch
 def keep_changes(adjustments: Array, edits: LogitEdits, batch: BatchStep, verified: Verified, width: int) -> Array:
     """The adjustments after a verify step: with the changes of the rows that became real, in their order.
 
+    Where nothing changes that is skipped, but not on a GPU: XLA copies what a branch hands through, and the adjustments
+    of all slots take longer to copy than a few numbers to add.
+
     Args:
       adjustments: [slots, V] float32, before the step.
       edits: see `edit_rows`.
@@ -147,6 +150,8 @@ def keep_changes(adjustments: Array, edits: LogitEdits, batch: BatchStep, verifi
             changed = changed.at[slot, edits.tokens[row]].add(edits.changes[row], mode="drop")
         return changed
 
+    if on_gpu():
+        return change()
     return jax.lax.cond(jnp.any(edits.slots < slots), change, lambda: adjustments)
 
 

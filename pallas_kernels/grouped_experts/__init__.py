@@ -33,7 +33,7 @@ def grouped_experts(
     codes: Array | None = None,
     implementation: str = "auto",
 ) -> Array:
-    """y[n] = sum over the chosen experts e, ascending, of w2_e(Q8(round(weight * swiglu(w1_e x, w3_e x)))).
+    """y[n] = sum over the chosen experts e, in their order, of w2_e(Q8(round(weight * swiglu(w1_e x, w3_e x)))).
 
     Sources: model specification, "MoE" and "Quantized GEMM"; kernel chapter, "FP8 block-scaled linear and MXFP4
     grouped GEMM".
@@ -43,7 +43,7 @@ def grouped_experts(
     Args:
       x: [N, D] activation dtype, already fake-quantized (Q8) where the model does.
       expert_ids: [N, k] int32. Ids outside 0 .. E - 1 contribute nothing, which is how a shard that holds some of the
-        experts passes ids relative to its first one. The ids of a row are distinct.
+        experts passes ids relative to its first one. The ids of a row are distinct; `route` gives them ascending.
       weights: [N, k] float32 routing weights, multiplied into the hidden values before they are rounded.
       w1, w3: gate and up matrices, [E, F, D] of any float dtype, or `ExpertWeights` of that logical shape. Both
         are of the same order of codes.
@@ -59,7 +59,7 @@ def grouped_experts(
 
     Returns:
       [N, D] float32. Gate, up and down products are each rounded to the activation dtype; the sum over experts is
-      float32 in ascending expert id. A row's result does not depend on the other rows beyond float32 summation
+      float32 in the order of the ids. A row's result does not depend on the other rows beyond float32 summation
       order.
 
     Raises:

@@ -131,7 +131,7 @@ def grouped_experts(
     if quantize_hidden:
         hidden = fake_q8(hidden)
     outputs = product(_halves(hidden), w2, blocks, interpret)
-    return xla.sum_of_pairs(outputs, blocks.place.reshape(rows, chosen), ids, served)
+    return xla.sum_of_pairs(outputs, blocks.place.reshape(rows, chosen), served)
 
 
 def _halves(x: Array) -> Array:

@@ -260,7 +260,7 @@ def grouped_experts(
         outputs = expert_outputs(*operands, config=config, **options)
     else:
         outputs = _expert_outputs(*operands, codes=codes, config=config, **options)
-    return _combine(outputs.reshape(rows, chosen, width), ids, served)
+    return _combine(outputs.reshape(rows, chosen, width), served)
 
 
 def _expert_outputs(
@@ -329,21 +329,9 @@ def _expert_outputs(
     )
 
 
-def _combine(outputs: Array, ids: Array, served: Array) -> Array:
-    """Sums outputs [N, k, D] in float32 in ascending expert id; pairs that are not served count as zero.
-
-    Ranks come from comparisons, which join the sum in one kernel where a sort would be several.
-    """
-    chosen = ids.shape[1]
-    column = jnp.arange(chosen)
-    before = (ids[:, None, :] < ids[:, :, None]) | (
-        (ids[:, None, :] == ids[:, :, None]) & (column[None, None, :] < column[None, :, None])
-    )
-    rank = jnp.sum(before, axis=2)
+def _combine(outputs: Array, served: Array) -> Array:
+    """Sums outputs [N, k, D] in float32, one column of experts after the other; those not served count as zero."""
     total = jnp.zeros((outputs.shape[0], outputs.shape[2]), jnp.float32)
-    for place in range(chosen):
-        source = jnp.sum(jnp.where(rank == place, column, 0), axis=1)
-        term = jnp.take_along_axis(outputs, source[:, None, None], axis=1)[:, 0].astype(jnp.float32)
-        kept = jnp.take_along_axis(served, source[:, None], axis=1)
-        total += jnp.where(kept, term, 0)
+    for column in range(outputs.shape[1]):
+        total += jnp.where(served[:, column, None], outputs[:, column].astype(jnp.float32), 0)
     return total

@@ -92,7 +92,8 @@ def grouped_experts(
         return lax.dynamic_update_slice_in_dim(outputs, project(hidden, w2, chosen_expert), first, 0)
 
     outputs = lax.fori_loop(0, tiles_until[-1], block, jnp.zeros((pairs + tile, x.shape[1]), dtype))
-    return combine(outputs, order, jnp.where(served, expert_ids, experts), served)
+    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
+    return sum_of_pairs(outputs, place.reshape(served.shape), served)
 
 
 def _expert_matrix(weight: Array, index: Array) -> Array:
@@ -105,23 +106,12 @@ def _expert_matrix(weight: Array, index: Array) -> Array:
     return lax.dynamic_index_in_dim(weight, index, keepdims=False)
 
 
-def combine(outputs: Array, order: Array, expert_ids: Array, served: Array) -> Array:
-    """`sum_of_pairs` for outputs in sorted order; order: [N k], the pair at each sorted position."""
-    rows, chosen = expert_ids.shape
-    position = jnp.zeros(rows * chosen, jnp.int32).at[order].set(jnp.arange(rows * chosen, dtype=jnp.int32))
-    return sum_of_pairs(outputs, position.reshape(rows, chosen), expert_ids, served)
+def sum_of_pairs(outputs: Array, position: Array, served: Array) -> Array:
+    """Sums each row's expert outputs in float32, one column of experts after the other.
 
-
-def sum_of_pairs(outputs: Array, position: Array, expert_ids: Array, served: Array) -> Array:
-    """Sums each row's expert outputs in float32 in ascending expert id.
-
-    outputs: [>= N k, D]; position: [N, k], where each pair's output lies; expert_ids: [N, k], with pairs that are not
-    served last in the order of ids; served: [N, k] bool.
+    outputs: [>= N k, D]; position: [N, k], where each pair's output lies; served: [N, k] bool.
     """
-    rows, chosen = expert_ids.shape
-    ascending = jnp.argsort(expert_ids, axis=1, stable=True)
-    position = jnp.take_along_axis(position, ascending, axis=1)
-    served = jnp.take_along_axis(served, ascending, axis=1)
+    rows, chosen = served.shape
     total = jnp.zeros((rows, outputs.shape[1]), jnp.float32)
     for column in range(chosen):
         term = outputs[position[:, column]].astype(jnp.float32)

@@ -8,7 +8,7 @@ from jax import lax
 from pallas_kernels import backend
 from pallas_kernels.grouped_linear import triton, xla
 
-__all__ = ["grouped_linear"]
+__all__ = ["grouped_linear", "reads_run"]
 
 Array = jax.Array
 
@@ -38,13 +38,22 @@ def grouped_linear(x: Array, weight: Array, *, layer: Array | int | None = None,
     *stack, groups, _, inputs = weight.shape
     if x.shape[1:] != (groups, inputs) or len(stack) != (layer is not None):
         raise ValueError(f"grouped_linear of x {x.shape} with layer {layer} got a weight {weight.shape}")
-    if implementation == "pallas" and backend.current_target().route == "tpu":
-        # Asking for kernels is no error where none is wanted.
-        implementation = "auto"
-    candidate = backend.Candidate(triton.unsupported(x, weight), triton.preferred(x.shape[0]))
-    choice = backend.choose("grouped_linear", implementation, {"triton": candidate})
+    choice = _choose(x, weight, implementation)
     if choice.implementation == "triton" and len(x):
         return triton.grouped_linear(x, weight, layer, interpret=choice.interpret)
     if layer is not None:
         weight = lax.dynamic_index_in_dim(weight, layer, keepdims=False)
     return xla.grouped_linear(x, weight)
+
+
+def reads_run(x: Array, weight: Array, *, implementation: str = "auto") -> bool:
+    """Whether `grouped_linear` of these arguments is the kernel, which reads a run where it lies."""
+    return bool(len(x)) and _choose(x, weight, implementation).implementation == "triton"
+
+
+def _choose(x: Array, weight: Array, implementation: str) -> backend.Choice:
+    if implementation == "pallas" and backend.current_target().route == "tpu":
+        # Asking for kernels is no error where none is wanted.
+        implementation = "auto"
+    candidate = backend.Candidate(triton.unsupported(x, weight), triton.preferred(x.shape[0]))
+    return backend.choose("grouped_linear", implementation, {"triton": candidate})

@@ -281,17 +281,16 @@ def test_one_verify_call_and_one_draft_call_a_step(pair):
     session = pair.drafting.session(**options)
     runner = pair.drafting.runner
     calls = []
-    programs = {**runner._compiled, **runner._draft_programs}
+    programs = dict(runner._compiled)
     steps = collections.Counter()
     try:
-        for table in (runner._compiled, runner._draft_programs):
-            for key, program in table.items():
+        for key, program in programs.items():
 
-                def counted(*arguments, key=key, call=program.call):
-                    calls.append("draft" if isinstance(key, int) else "verify" if key[0].verifies else "prefill")
-                    return call(*arguments)
+            def counted(*arguments, key=key, call=program.call):
+                calls.append("draft" if isinstance(key, int) else "verify" if key[0].verifies else "prefill")
+                return call(*arguments)
 
-                table[key] = dataclasses.replace(program, call=counted)
+            runner._compiled[key] = dataclasses.replace(program, call=counted)
         session.add(0, random_prompt(40, 70), 12)
         session.step()
         session.add(1, random_prompt(20, 71), 12)
@@ -303,10 +302,9 @@ def test_one_verify_call_and_one_draft_call_a_step(pair):
                 made = ["verify" if batch.phase is Phase.DECODE else "prefill"]
                 assert calls[called:] == made + ["draft"] * bool(batch.output_requests.size)
             assert len(session.log) - logged == bool(calls[called:])
-        assert {**runner._compiled, **runner._draft_programs}.keys() == programs.keys()
+        assert runner._compiled.keys() == programs.keys()
     finally:
-        for table in (runner._compiled, runner._draft_programs):
-            table.update({key: programs[key] for key in table.keys() & programs.keys()})
+        runner._compiled.update(programs)
     assert calls[0] == "prefill" and calls[1] != "draft"
     assert steps[Phase.PREFILL, True] >= 1 and steps[Phase.DECODE, True] > 8 and not steps[Phase.DECODE, False]
 

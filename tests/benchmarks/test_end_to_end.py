@@ -26,7 +26,8 @@ def test_a_decode_cell_has_times_and_a_bound(capsys):
 def test_a_decode_cell_with_drafts_verifies_and_drafts(capsys):
     end_to_end.main(["--preset", "pico", "--batches", "2", "--contexts", "70", "--prompts", "", "--drafts", "2"])
     compiled, cell = map(json.loads, capsys.readouterr().out.splitlines())
-    assert cell["drafts"] == 2 and cell["step_ms"] > 0 and compiled["programs"] == 1
+    assert cell["drafts"] == 2 and cell["step_ms"] > 0
+    assert compiled["programs"] == 2, "a draft call compiled at its first use would count as time of a step"
 
 
 def test_random_weights_are_of_the_form_that_an_engine_would_load():

@@ -93,8 +93,13 @@ def test_what_else_lies_on_a_chip_is_named():
     assert sum(found["weights"].values()) == found["weight_bytes"]
     assert found["image_bytes"] > 0
     shown = run("--mesh", "data=2,model=2", *options, *images).stdout
-    for part in ("draft", "vision tower", "Engram tables", "images", "left for temporaries"):
+    for part in ("draft", "vision tower", "Engram tables", "images", "logit adjustments", "left for temporaries"):
         assert part in shown
+
+
+def test_given_pages_that_a_chip_does_not_hold_are_refused():
+    refused = run("--mesh", "data=2,model=2", "--num-pages", "100000000").exception
+    assert "num_pages 100000000 of" in str(refused) and "lower num_pages" in str(refused)
 
 
 def test_a_gpu_is_planned_without_compiling(monkeypatch):

@@ -39,14 +39,14 @@ def gpu_builds() -> Iterator[Build]:
         functools.partial(triton.gated_rows, limit=10.0, **made, **dtype),
         tuple(shape((7, 64, HIDDEN), jnp.float32) for _ in range(2)),
     )
-    groups, outputs, inputs = 8, 1024, 4096
-    for rows in (1, 64):
-        yield Build(
-            f"grouped_linear {rows} rows",
-            grouped_triton.grouped_linear,
-            (
-                shape((rows, groups, inputs), jnp.bfloat16),
-                shape((LAYERS, groups, outputs, inputs), jnp.bfloat16),
-                shape((), jnp.int32),
-            ),
-        )
+    for name, counts, groups, outputs, inputs in (("", (1, 64), 8, 1024, 4096), (" of a router", (6,), 1, 384, WIDTH)):
+        for rows in counts:
+            yield Build(
+                f"grouped_linear{name} {rows} rows",
+                grouped_triton.grouped_linear,
+                (
+                    shape((rows, groups, inputs), jnp.bfloat16),
+                    shape((LAYERS, groups, outputs, inputs), jnp.bfloat16),
+                    shape((), jnp.int32),
+                ),
+            )

@@ -2,14 +2,17 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import backend
 from pallas_kernels.quantized_rows.xla import swiglu
 from tests.helpers.models import model
 from v41jax.layers.hyper_connections import sublayer_input
-from v41jax.layers.moe import RouterWeights, codes_read, moe, route
+from v41jax.layers.moe import RouterWeights, codes_read, moe, route, router_logits
+from v41jax.layers.stacks import OfRun
 from v41jax.parameters import layer_weights
 from v41jax.presets import preset
 
@@ -38,6 +41,30 @@ def routed(logits, bias=(0, 0, 0, 0), bias_vl=(0, 0, 0, 0), image=NO_IMAGE, **ch
 def test_scores_are_the_published_ones(logit, score):
     weights = routed([logit, -40, -40, -40], norm_topk_prob=False, routed_scaling_factor=1.0).weights
     assert np.isclose(weights[0, 0], score, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("rows", "implementation"), [(3, "xla"), (3, "pallas"), (200, "pallas")])
+def test_router_logits_of_a_layer_of_a_run_are_not_rounded(rows, implementation):
+    random = np.random.default_rng(rows)
+    x = jnp.asarray(random.normal(size=(rows, 64)), jnp.bfloat16)
+    run = jnp.asarray(random.normal(size=(3, 24, 64)), jnp.bfloat16).at[np.array([0, 2])].set(jnp.nan)
+    found = jax.jit(router_logits, static_argnames="kernels")(x, OfRun(run, jnp.int32(1)), kernels=implementation)
+    wanted = np.asarray(x, np.float64) @ np.asarray(run[1], np.float64).T
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, rtol=3e-6, atol=3e-5)
+    wide = router_logits(x.astype(jnp.float32), OfRun(run.astype(jnp.float32), jnp.int32(1)), implementation)
+    np.testing.assert_allclose(wide, wanted, rtol=3e-6, atol=3e-5)
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(1, False), (2, True), (128, True), (129, False)])
+def test_few_rows_on_a_gpu_read_the_router_s_weight_in_its_run(rows, kernel):
+    x, run = jnp.zeros((rows, 64), jnp.bfloat16), OfRun(jnp.zeros((3, 24, 64), jnp.bfloat16), jnp.int32(1))
+    for generation, expected in (("cuda", kernel), ("v6e", False)):
+        route = "triton" if generation == "cuda" else "tpu"
+        with backend.use_target(backend.Target(route, generation)):
+            traced = str(jax.make_jaxpr(lambda *given: router_logits(*given, "auto"))(x, run))
+        assert ("pallas_call" in traced) == expected
+        assert ("dynamic_slice" in traced) != expected, "a slice in front of a product is a copy"
 
 
 def test_ties_go_to_the_smaller_expert():

@@ -65,7 +65,8 @@ def main() -> None:
     for options in CASES.values():
         with Engine.from_checkpoint(Path(sys.argv[1]), options, warm_up=False, weights="stored") as engine:
             runner = engine.core.runner
-            found = {"pools": on_one_device(runner.pools), "images": on_one_device(runner.images)}
+            held = {"pools": runner.pools, "images": runner.images, "adjustments": runner._adjustments}
+            found = {name: on_one_device(tree) for name, tree in held.items()}
             print(json.dumps(found | {"budget": dataclasses.asdict(engine.budget)}), flush=True)
 
 

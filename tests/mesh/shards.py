@@ -152,6 +152,26 @@ def told_proposals(engine: Engine, known: dict[tuple[int, ...], list[int]]) -> N
     scheduler.propose = proposals  # type: ignore[method-assign]
 
 
+def watch_pools_of_drafts(engine: Engine) -> dict[str, int]:
+    """Counts draft calls, and those after which some chip's part of the pools lies elsewhere than before."""
+    runner, counts = engine.core.runner, {"calls": 0, "moved": 0}
+    draft = runner.draft  # type: ignore[attr-defined]
+
+    def places() -> list[int]:
+        shards = [shard for leaf in jax.tree.leaves(runner.pools) for shard in leaf.addressable_shards]
+        return [shard.data.unsafe_buffer_pointer() for shard in shards]
+
+    def watched(*arguments: Any) -> Any:
+        before = places()
+        block = draft(*arguments)
+        counts["calls"] += 1
+        counts["moved"] += places() != before
+        return block
+
+    runner.draft = watched  # type: ignore[attr-defined]
+    return counts
+
+
 def play(engine: Engine, prompts: list[Prompt], abort: int | None = None) -> list[dict[str, Any]]:
     """What every request got; the one numbered `abort` is cancelled four steps after its arrival."""
     names: dict[int, Any] = {}
@@ -183,8 +203,10 @@ def play(engine: Engine, prompts: list[Prompt], abort: int | None = None) -> lis
 def serve(engine: Engine, names: list[str], known: dict[tuple[int, ...], list[int]]) -> dict[str, Any]:
     """Runs the scenario; `known` receives what every prompt was answered with, and drafts repeat it."""
     spoil(engine)
+    drafting: dict[str, int] = {}
     if "drafts" in names:
         told_proposals(engine, dict(known))
+        drafting = watch_pools_of_drafts(engine)
     vocabulary = engine.core.runner.setup.config.text.vocab_size
     first = first_requests(vocabulary)
     if "scores" in names:
@@ -207,6 +229,7 @@ def serve(engine: Engine, names: list[str], known: dict[tuple[int, ...], list[in
     return {
         "requests": {"first": results, **more},
         "shared": shared,
+        "drafting": drafting,
         "statistics": {
             key: statistics.get(key)
             for key in ("preemptions", "hit_tokens", "recompiles_after_warm_up", "shards", "accepted_tokens", "steps")

@@ -83,6 +83,11 @@ def test_drafts_are_accepted_and_nothing_is_compiled_late(served):
     assert statistics["recompiles_after_warm_up"] == 0
 
 
+def test_a_draft_call_leaves_the_pools_of_every_chip_where_they_lie(served):
+    assert served[DRAFTS]["drafting"]["calls"] > 20
+    assert served[DRAFTS]["drafting"]["moved"] == 0
+
+
 def test_a_page_that_one_shard_stored_is_a_hit_for_another(served):
     shared = served[DRAFTS]["shared"]
     first, *others, second = shared["homes"]

@@ -137,6 +137,8 @@ def _print(
     console.print(f"  pools      {chosen.pool_bytes:>16,} B  {_gib(chosen.pool_bytes)} GiB")
     if chosen.image_bytes:
         console.print(f"  images     {chosen.image_bytes:>16,} B  {_gib(chosen.image_bytes)} GiB")
+    adjustments = budget.adjustment_bytes
+    console.print(f"  logit adjustments {adjustments:,} B  {_gib(adjustments)} GiB")
     console.print(f"  left for temporaries {budget.scratch_bytes:,} B  {_gib(budget.scratch_bytes)} GiB")
     console.print(
         f"  pages      {budget.num_pages:>16,} of {budget.page_bytes:,} B each; slots {budget.num_slots} of "

@@ -106,7 +106,7 @@ TAPS: tuple[Tap, ...] = (
     Tap(attention, "summed_rows", _rounded("grouped_output")),
     Tap(attention_sublayer, "attend", _attend),
     Tap(model, "expand", _expand),
-    Tap(moe, "product", _result("router_logits")),
+    Tap(moe, "router_logits", _result("router_logits")),
     Tap(moe, "route", _router),
     Tap(moe, "grouped_experts", _result("routed_output")),
     Tap(moe, "gated_rows", _rounded("shared_hidden")),

@@ -137,8 +137,8 @@ def write_window_keys(
     window_format: str,
     kernels: str,
 ) -> Array:
-    """`write_ring` of the keys that `window_rows` makes, from their latents in one operation: for decode, where every
-    row is read from its ring.
+    """`write_ring` of the keys that `window_rows` makes, from their latents in one operation: where every row is read
+    from its ring, as in decode and by drafts.
 
     Args:
       window: [layers * slots, ring, row].

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.grouped_experts import ExpertWeights, Order, grouped_experts
+from pallas_kernels.grouped_linear import grouped_linear, reads_run
 from pallas_kernels.quantized_rows import QuantizedRows, gated_rows
 from pallas_kernels.rounding import round_to
 from pallas_kernels.route import route as choose_experts
@@ -17,7 +18,7 @@ from v41jax.layers import expert_exchange
 from v41jax.layers.collectives import ONE_CHIP, Parallel, exchanges_rows, first_expert, sum_over_model
 from v41jax.layers.exchange_rule import decide
 from v41jax.layers.linear import LinearWeight, linear, linear_parts, product
-from v41jax.layers.stacks import OfRun, stack_and_layer
+from v41jax.layers.stacks import OfRun, stack_and_layer, weight_of
 from v41jax.precision import Precision
 
 Array = jax.Array
@@ -32,7 +33,7 @@ class RouterWeights(NamedTuple):
       bias_vl: [E] float32, selection only, rows of image spans.
     """
 
-    weight: Array
+    weight: Array | OfRun
     bias: Array | OfRun
     bias_vl: Array | OfRun
 
@@ -96,7 +97,7 @@ def route(
     """
     (bias, layer), (bias_vl, _) = stack_and_layer(weights.bias), stack_and_layer(weights.bias_vl)
     experts, factors = choose_experts(
-        product(normalized, weights.weight),
+        router_logits(normalized, weights.weight, kernels),
         bias,
         bias_vl,
         image_rows,
@@ -108,6 +109,27 @@ def route(
         implementation=kernels,
     )
     return Routing(experts, factors)
+
+
+def router_logits(normalized: Array, weight: Array | OfRun, kernels: str) -> Array:
+    """Products of the rows with the router's weight: [N, D] activation dtype -> [N, E] float32, not rounded.
+
+    For a few rows on a GPU by the kernel that reads a run where it lies: XLA copies a layer's weight out of its run, in
+    every layer, and the copy ends the captured graph that it stands in. The product of one row it reduces in place.
+
+    Args:
+      normalized: [N, D].
+      weight: [E, D].
+      kernels: implementation of the operation.
+    """
+    stack, layer = stack_and_layer(weight)
+    if layer is not None and len(normalized) > 1:
+        rows, run = normalized[:, None], stack[:, None]
+        # A widened weight of a comparison has no kernel, and is no reason to refuse the others.
+        chosen = kernels if rows.dtype == run.dtype == jnp.bfloat16 else "xla"
+        if reads_run(rows, run, implementation=chosen):
+            return jnp.sum(grouped_linear(rows, run, layer=layer, implementation=chosen), axis=0)
+    return product(normalized, weight_of(weight))
 
 
 def shared_expert(

@@ -1,0 +1,65 @@
+"""Programs as a runner keeps them: how one is compiled, and what is known of it afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pallas_kernels import backend
+from v41jax.layers.collectives import Parallel
+
+
+class Lowered(NamedTuple):
+    """A program that is traced and not yet compiled.
+
+    Attributes:
+      program: what JAX lowered.
+      prepare: makes the program's arguments of those of the pure function.
+      parallel: the mesh.
+    """
+
+    program: Any
+    prepare: Callable[..., Sequence[Any]]
+    parallel: Parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """One program.
+
+    Attributes:
+      call: the executable, with its arguments made from those of the pure function.
+      seconds: time it took to compile (or to fetch from the persistent cache).
+      temporary_bytes: device memory it needs besides arguments and results.
+    """
+
+    call: Callable[..., Any]
+    seconds: float
+    temporary_bytes: int
+
+
+def compiler_options(parallel: Parallel) -> dict[str, str | bool]:
+    """What XLA is asked of a step, by the names of its options.
+
+    On one NVIDIA GPU kernels of a captured graph run side by side where none needs the other, as those of the shared
+    expert beside the routed ones (XLA's default runs them one after the other), and the layers of a run follow each
+    other without a condition between them. On a mesh collectives keep their order.
+    """
+    if parallel.chips > 1 or backend.current_target() != backend.Target("triton", "cuda"):
+        return {}
+    return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_command_buffer_unroll_loops": True}
+
+
+def compiled(lowered: Lowered) -> CompiledStep:
+    """Compiles a program; other threads can trace meanwhile."""
+    began = time.perf_counter()
+    executable = lowered.program.compile(compiler_options(lowered.parallel))
+    seconds, prepare = time.perf_counter() - began, lowered.prepare
+    return CompiledStep(lambda *arguments: executable(*prepare(*arguments)), seconds, temporary_bytes(executable))
+
+
+def temporary_bytes(executable: Any) -> int:
+    """Device memory that a compiled program needs besides arguments and results."""
+    return int(getattr(executable.memory_analysis(), "temp_size_in_bytes", 0) or 0)
