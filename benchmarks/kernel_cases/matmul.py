@@ -171,6 +171,6 @@ def cases(size: str) -> Iterator[Case]:
         (16, 32, 64, 1, 3, 32, 64, 1, 3),
     ]
     # Rows of a block and of its smallest product, outputs, words a step, warps, stages.
-    prefill = [(128, 128, 128, 16, 4, 4), (128, 32, 128, 32, 4, 2), (128, 32, 256, 32, 8, 3), (64, 32, 128, 16, 4, 4)]
+    prefill = [(128, 32, 128, 16, 4, 4), (128, 32, 128, 32, 4, 2), (128, 32, 256, 32, 8, 4), (64, 32, 128, 32, 4, 3)]
     for rows, tuning in ((1, few), (8, few), (64, few), (4096, prefill)):
         yield _expert_case(rows, 96, WIDTH, HIDDEN, CHOSEN, tuning)

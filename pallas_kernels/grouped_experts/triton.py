@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.grouped_experts.arrangement import CODES, place_by_code, words_of
+from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, CODES, place_by_code, words_of
 from pallas_kernels.grouped_experts.blocks import MOST_UNSORTED, Blocks, blocks_of
 from pallas_kernels.grouped_experts.triton_many import ManyConfig, expert_outputs
 from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, store_rows
@@ -27,7 +27,7 @@ from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
-LEAST_MANY = 64
+LEAST_MANY = {"rocm": 64, "cuda": 16}
 """Rows an expert from which on they are multiplied by `triton_many`."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
@@ -69,10 +69,8 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
             inner *= 2
         return Tile(outputs, inner, warps, 1 if rocm else stages)
 
-    if mean >= LEAST_MANY:
-        if rocm:
-            return ManyConfig(rows=64, least=64, outputs=64, inner=LEAST_INNER, num_warps=4, num_stages=1)
-        return ManyConfig(rows=128, least=32, outputs=128, inner=LEAST_INNER, num_warps=4, num_stages=4)
+    if mean >= LEAST_MANY["rocm" if rocm else "cuda"]:
+        return many_config(mean, width, hidden, generation)
     # A block should hold all rows of nearly every expert: one that takes a second block is read twice.
     fewest = 16 if rocm else 8
     rows = fewest if pairs <= MOST_UNSORTED else min(64, max(fewest, 1 << (2 * mean - 1).bit_length()))
@@ -81,6 +79,17 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
     # Measured on an H200 at 1, 8 and 64 rows: products of 32 outputs and two warps wait for no warp group, and blocks
     # of eight rows leave room for more of them on a multiprocessor.
     return Config(rows, tile(32, width, 64, 2, stages=4), tile(32, hidden, 64, 2))
+
+
+def many_config(mean: int, width: int, hidden: int, generation: str) -> ManyConfig:
+    """The configuration for `mean` rows an expert."""
+    inner = 2 * LEAST_INNER if width % BLOCK_DIMS == 0 == hidden % BLOCK_DIMS else LEAST_INNER
+    if generation == "rocm":
+        return ManyConfig(rows=64, least=64, outputs=64, inner=LEAST_INNER, num_warps=4, num_stages=1)
+    # Measured on an H200 at 16, 32, 64, 256 and 512 rows an expert.
+    if mean >= 192:
+        return ManyConfig(rows=128, least=32, outputs=256, inner=inner, num_warps=8, num_stages=3)
+    return ManyConfig(rows=64 if mean >= 32 else 32, least=16, outputs=128, inner=inner, num_warps=4, num_stages=3)
 
 
 def unsupported(x: Array, w1: object, w2: object) -> str | None:

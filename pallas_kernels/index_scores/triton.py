@@ -7,6 +7,9 @@ over heads.
 
 A program walks the requests its rows belong to, so that rows need not come in groups of one request; rows in batch
 order make that walk one or two steps long.
+
+Where a request has many rows, its keys are decoded into memory once instead of by every program: a tile of keys is
+then one asynchronous copy, and FP4 keys are one product of 128 dims and not eight of 16.
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ class Config:
 LEAST_DECODED = 64
 """Rows a request from which on its keys are decoded first: at most as many bytes as the scores, and a small part of the
 work."""
+LONG_WORK = 2**25
+"""Scores from which on programs of twice as many tiles still fill the device."""
 SMALL_WORK = 2**17
 """Scores per key tile of a program: programs are short while there are too few of them to fill the device."""
 
@@ -85,7 +90,8 @@ def config_for(rows: int, requests: int, context: int) -> Config:
         return Config(rows=each, together=2, keys=64, tiles=8, num_warps=4, num_stages=2)
     if each < LEAST_DECODED:
         return Config(rows=8, together=4, keys=64, tiles=16, num_warps=4, num_stages=2)
-    return Config(rows=8, together=4, keys=64, tiles=32, num_warps=4, num_stages=3, decoded=True)
+    tiles = 64 if rows * context >= LONG_WORK else 32
+    return Config(rows=8, together=4, keys=64, tiles=tiles, num_warps=4, num_stages=3, decoded=True)
 
 
 def unsupported(query: Array, index_format: str, quantize_query: bool, score_dtype: DTypeLike) -> str | None:

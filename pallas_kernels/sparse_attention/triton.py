@@ -106,21 +106,32 @@ def unsupported(query: Array, main: Array | None, ring: Array, cos: Array) -> st
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A list of rows of one plane: how many, where each lies, and how its bytes become values."""
+    """A list of rows of one plane: how many, where each lies, and how its bytes become values.
+
+    ahead: where the rows of a tile lie is found a tile ahead, because it is read from memory.
+    """
 
     plane: object
     storage: str
     count: Array
     locate: object
+    ahead: bool = False
 
-    def tile(self, first: Array, config: Config, width: int) -> tuple[list[Array], Array]:
-        """Rows first .. first + keys - 1 as `parts` bfloat16 pieces [keys, width / parts], and which are listed."""
+    def listed(self, first: Array, config: Config) -> tuple[Array, Array]:
+        """Places first .. first + keys - 1 of the list, and which of them there are."""
         index = first + jnp.arange(config.keys, dtype=jnp.int32)
-        valid = index < self.count
+        return index, index < self.count
+
+    def rows(self, first: Array, config: Config) -> Array:
+        """Where these places lie in the plane."""
+        index, valid = self.listed(first, config)
         # Places past the end repeat a listed row: its values are finite and its weight will be zero.
-        rows = self.locate(jnp.where(valid, index, 0))
+        return self.locate(jnp.where(valid, index, 0))
+
+    def values(self, rows: Array, config: Config, width: int) -> list[Array]:
+        """`rows` as `parts` bfloat16 pieces [keys, width / parts]."""
         size = width // config.parts
-        return [_load_values(self.plane, self.storage, rows, p * size, size, width) for p in range(config.parts)], valid
+        return [_load_values(self.plane, self.storage, rows, p * size, size, width) for p in range(config.parts)]
 
 
 def _load_values(plane: object, storage: str, rows: Array, start: int, size: int, width: int) -> Array:
@@ -290,7 +301,7 @@ def _walk_kernel(
             return page * geometry.page_rows + lax.rem(entry, geometry.page_rows)
 
         count = jnp.where(live, backend.triton().load(counts_ref.at[row]), 0)
-        sources.append(_Source(main_ref, geometry.main_format, count, in_main))
+        sources.append(_Source(main_ref, geometry.main_format, count, in_main, ahead=config.apart))
     fresh_from = backend.triton().load(from_ref.at[row]) if geometry.fresh else position + 1
     fresh_from = jnp.minimum(jnp.maximum(fresh_from, lowest), position + 1)
     slot = offset_ref[0] + backend.triton().load(slots_ref.at[request])
@@ -325,13 +336,24 @@ def _walk_kernel(
     passed = 0
     for source, count in zip(sources, tiles, strict=True):
 
+        def added(tile: Array, state: tuple, rows: Array, source: _Source = source) -> tuple:
+            _, valid = source.listed(tile * config.keys, config)
+            return _accumulate(query, state, source.values(rows, config, width), valid, geometry.scale, once)
+
         def step(tile: Array, state: tuple, source: _Source = source) -> tuple:
-            pieces, valid = source.tile(tile * config.keys, config, width)
-            return _accumulate(query, state, pieces, valid, geometry.scale, once)
+            return added(tile, state, source.rows(tile * config.keys, config))
+
+        def step_ahead(tile: Array, carry: tuple, source: _Source = source) -> tuple:
+            state, rows = carry
+            after = source.rows((tile + 1) * config.keys, config)
+            return added(tile, state, rows), after
 
         first = jnp.minimum(jnp.maximum(begin - passed, 0), count)
         last = jnp.minimum(jnp.maximum(end - passed, 0), count)
-        state = lax.fori_loop(first, last, step, state)
+        if source.ahead:
+            state, _ = lax.fori_loop(first, last, step_ahead, (state, source.rows(first * config.keys, config)))
+        else:
+            state = lax.fori_loop(first, last, step, state)
         passed = passed + count
     peak, total, sums = state
     if config.splits == 1:

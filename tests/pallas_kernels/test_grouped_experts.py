@@ -142,12 +142,13 @@ def test_kernel_of_many_rows_reads_one_layer_of_a_stack():
     assert_meaning(np.asarray(found), case)
 
 
-def test_many_rows_an_expert_take_a_kernel_of_their_own():
-    for rows in (1024, 4096):
-        config = triton.config_for(rows * 6, 96, 5120, 2304, "cuda")
-        assert isinstance(config, triton_many.ManyConfig)
-        assert 5120 % config.outputs == 0 == 2304 % config.outputs and 2304 // 4 % config.inner == 0
-    assert isinstance(triton.config_for(512 * 6, 96, 5120, 2304, "cuda"), triton.Config)
+@pytest.mark.parametrize(("rows", "of_block"), [(256, 32), (512, 64), (1024, 64), (4096, 128)])
+def test_many_rows_an_expert_take_a_kernel_of_their_own(rows, of_block):
+    config = triton.config_for(rows * 6, 96, 5120, 2304, "cuda")
+    assert isinstance(config, triton_many.ManyConfig) and config.rows == of_block
+    assert 5120 % config.outputs == 0 == 2304 % config.outputs and 2304 // 4 % config.inner == 0
+    assert isinstance(triton.config_for(128 * 6, 96, 5120, 2304, "cuda"), triton.Config)
+    assert isinstance(triton.config_for(512 * 6, 96, 5120, 2304, "rocm"), triton.Config)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 70])
@@ -159,7 +160,7 @@ def test_blocks_of_few_rows_take_a_smaller_product(rows):
     assert_meaning(run_on_gpu(case, MANY_TILES), case)
 
 
-@pytest.mark.parametrize("pairs", [6, 48, 384, 2400])
+@pytest.mark.parametrize("pairs", [6, 48, 384, 1440])
 def test_tiles_of_the_release_divide_its_widths(pairs):
     config = triton.config_for(pairs, 96, 5120, 2304, "cuda")
     assert 5120 // 4 % config.hidden.inner == 0 == 2304 // 4 % config.down.inner
