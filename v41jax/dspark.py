@@ -218,8 +218,7 @@ def pick(
     """
 
     token, tokens, confidences = anchors, [], []
-    # A few positions, written out: a loop that the device runs from the host evaluates the branches of `sample` there,
-    # and waits for them.
+    # A few positions, written out: a loop would copy each one's part of the logits out of them and its token back.
     for index in range(base.shape[0]):
         embedding = load_rows(draft.markov_embed, (token,))
         logits = base[index] + product(embedding, draft.markov_head)

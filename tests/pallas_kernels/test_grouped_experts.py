@@ -142,12 +142,18 @@ def test_kernel_of_many_rows_reads_one_layer_of_a_stack():
     assert_meaning(np.asarray(found), case)
 
 
-@pytest.mark.parametrize(("rows", "of_block"), [(256, 32), (512, 64), (1024, 64), (4096, 128)])
+@pytest.mark.parametrize(("rows", "of_block"), [(384, 32), (512, 64), (1024, 64), (4096, 128)])
 def test_many_rows_an_expert_take_a_kernel_of_their_own(rows, of_block):
     config = triton.config_for(rows * 6, 96, 5120, 2304, "cuda")
     assert isinstance(config, triton_many.ManyConfig) and config.rows == of_block
     assert 5120 % config.outputs == 0 == 2304 % config.outputs and 2304 // 4 % config.inner == 0
-    assert isinstance(triton.config_for(128 * 6, 96, 5120, 2304, "cuda"), triton.Config)
+
+
+@pytest.mark.parametrize(("rows", "of_block"), [(1, 8), (8, 8), (64, 8), (128, 16), (256, 16)])
+def test_few_rows_an_expert_take_blocks_that_hold_nearly_all_of_them(rows, of_block):
+    config = triton.config_for(rows * 6, 96, 5120, 2304, "cuda")
+    assert isinstance(config, triton.Config) and config.rows == of_block
+    assert triton.config_for(rows * 6, 96, 5120, 2304, "rocm").rows >= 16
     assert isinstance(triton.config_for(512 * 6, 96, 5120, 2304, "rocm"), triton.Config)
 
 
