@@ -31,7 +31,8 @@ LEAST_SCRATCH = 0.05
 """Least share of device memory left for temporaries: what shapes do not tell, such as the runtime's own."""
 
 SCORE_TILES = 3
-"""Tiles of index scores that exist at once: the scores, and keys and ids of their selection."""
+"""Tiles of index scores that exist at once: the scores, and keys and ids of their selection. A GPU's kernels select
+without those and decode the index keys of a tile instead, which take no more."""
 
 LOGIT_COPIES = 6
 """Copies of the logits that sampling holds: the model's, edited, scaled, sorted with their ids, and noise."""
