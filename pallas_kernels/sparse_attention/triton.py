@@ -65,7 +65,7 @@ MANY_ROWS = 512
 """Query rows from which on they fill a device several times over and products count."""
 
 
-def config_for(rows: int, heads: int, width: int, listed: int, generation: str, packed: bool = False) -> Config:
+def config_for(rows: int, heads: int, width: int, listed: int, generation: str) -> Config:
     """The configuration for `rows` query rows of `heads` heads over at most `listed` keys; shapes only, no contents."""
     block = max(16, 1 << (heads - 1).bit_length())
     if generation == "rocm":
@@ -76,9 +76,8 @@ def config_for(rows: int, heads: int, width: int, listed: int, generation: str, 
         base = Config(keys=64, heads=min(64, block), parts=1, splits=1, num_warps=8, num_stages=2)
         programs = 132
         if rows <= FEW_ROWS:
-            # A join of ten splits takes half the time of one of twenty.
-            keys = 32 if packed or listed <= 32 * 10 else 64
-            base = Config(keys=keys, heads=16, parts=1, splits=1, num_warps=8, num_stages=1, joined=1)
+            # Not 64 keys and ten splits: with the rotation of the query the whole model was slower with those.
+            base = Config(keys=32, heads=16, parts=1, splits=1, num_warps=8, num_stages=1, joined=1)
             programs = 160
         elif rows <= 2 * FEW_ROWS:
             base = dataclasses.replace(base, num_stages=1, joined=1)
@@ -501,7 +500,7 @@ def sparse_attention(
             return results[0]
         cut = _Cut(heads=1, splits=config.splits, cuts=config.cuts)
         return _join(results, sink, layer, batch_ids, cos, sin, query, cut, interpret)
-    config = config or config_for(rows, heads, width, listed, generation, packed)
+    config = config or config_for(rows, heads, width, listed, generation)
     if rotate_query and config.heads > MOST_ROTATED:
         query, rotate_query = rotate(query, cos, sin), False
     layer, sink = backend.with_layer(layer, sink)
