@@ -217,21 +217,21 @@ def pick(
       [T, R] int32 tokens, and [T, R] float32 confidence logits or None. One position's biased logits exist at a time.
     """
 
-    def one(previous: Array, position: tuple) -> tuple[Array, tuple[Array, Array | None]]:
-        base, hidden, index = position
-        embedding = load_rows(draft.markov_embed, (previous,))
-        logits = base + product(embedding, draft.markov_head)
+    token, tokens, confidences = anchors, [], []
+    # A few positions, written out: a loop that the device runs from the host evaluates the branches of `sample` there,
+    # and waits for them.
+    for index in range(base.shape[0]):
+        embedding = load_rows(draft.markov_embed, (token,))
+        logits = base[index] + product(embedding, draft.markov_head)
         if sampling is None:
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
             token = sample(logits, sampling._replace(positions=sampling.positions + index))
-        if hidden is None:
-            return token, (token, None)
-        joined = jnp.concatenate([hidden, embedding.astype(hidden.dtype)], axis=-1)
-        return token, (token, product(joined, draft.confidence)[:, 0])
-
-    _, picked = jax.lax.scan(one, anchors, (base, hidden, jnp.arange(base.shape[0], dtype=jnp.int32)))
-    return picked
+        tokens.append(token)
+        if hidden is not None:
+            joined = jnp.concatenate([hidden[index], embedding.astype(hidden.dtype)], axis=-1)
+            confidences.append(product(joined, draft.confidence)[:, 0])
+    return jnp.stack(tokens), None if hidden is None else jnp.stack(confidences)
 
 
 def draft_hidden(

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.kernel_cases import Case
 from pallas_kernels.arithmetic import fake_q8
-from pallas_kernels.sparse_attention import sparse_attention, triton
+from pallas_kernels.sparse_attention import decode, sparse_attention, triton
 
 HEADS, WIDTH, ROTATED, SELECTED, WINDOW, PAGE_ROWS = 64, 512, 64, 512, 128, 128
 FORMATS = {"bf16": ("bf16", "bf16"), "packed": ("fp4", "fp8")}
@@ -107,6 +107,10 @@ def _relative(expected: jax.Array, found: jax.Array) -> float:
     return float(jnp.linalg.norm(expected - found) / jnp.linalg.norm(expected))
 
 
+def _config(numbers: tuple[int, ...]) -> decode.Config | triton.Config:
+    return decode.Config(*numbers) if len(numbers) == 5 else triton.Config(*numbers)
+
+
 def _case(shape: Shape, storage: str, configs: list[tuple[int, ...]]) -> Case:
     main_format, window_format = FORMATS[storage]
     row = {"bf16": 2 * shape.width, "packed": shape.width // 2 + shape.width // 16}[storage]
@@ -132,7 +136,7 @@ def _case(shape: Shape, storage: str, configs: list[tuple[int, ...]]) -> Case:
         4e-3,
         {
             "config " + " ".join(map(str, config)): functools.partial(
-                triton.sparse_attention, **options, config=triton.Config(*config)
+                triton.sparse_attention, **options, config=_config(config)
             )
             for config in configs
         },
@@ -147,9 +151,12 @@ def cases(size: str) -> Iterator[Case]:
             yield _case(small, storage, [(16, 16, 1, 2, 4, 1)])
         yield _case(dataclasses.replace(small, rows=4, requests=1, fresh=True), "bf16", [])
         return
-    # keys, heads, parts, splits, warps, stages, heads of one join
+    # keys, heads, parts, splits, warps, stages, heads of one join; or keys, cuts, splits, warps, stages
     tuning: dict[int, list[tuple[int, ...]]] = {
         64: [
+            (32, 2, 1, 4, 3),
+            (32, 2, 1, 4, 4),
+            (64, 2, 1, 4, 2),
             (64, 64, 1, 1, 8, 2),
             (64, 64, 1, 3, 8, 2),
             (32, 64, 1, 2, 8, 3),
@@ -167,6 +174,8 @@ def cases(size: str) -> Iterator[Case]:
             (64, 64, 1, 2, 8, 2, 1),
         ],
         128: [
+            (64, 1, 1, 8, 2),
+            (32, 2, 1, 4, 4),
             (32, 64, 1, 1, 8, 3),
             (64, 64, 1, 2, 8, 2),
             (64, 32, 1, 1, 8, 2),
@@ -177,6 +186,8 @@ def cases(size: str) -> Iterator[Case]:
             (32, 64, 1, 1, 16, 3),
         ],
         8: [
+            (64, 2, 5, 4, 2),
+            (32, 2, 5, 4, 4),
             (64, 64, 1, 5, 8, 2),
             (64, 32, 1, 10, 4, 2),
             (32, 16, 1, 5, 8, 1, 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1, scaled_e4m3
 from pallas_kernels.rotation import rotate
+from pallas_kernels.sparse_attention import decode
+from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated
 from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
 
 Array = jax.Array
-
-LOG2_E = math.log2(math.e)
-"""Scores are kept in base 2, for which GPUs have an instruction."""
 
 SIGNED_OFFSETS = (2**31, 2**32)
 """Bytes of a byte array for which the lowering keeps 32-bit offsets although they no longer fit a signed integer."""
@@ -60,7 +59,7 @@ FEW_ROWS = 4
 One row is bound by launches: two of them against the seven of XLA's chain."""
 
 
-def config_for(rows: int, heads: int, width: int, listed: int, generation: str) -> Config:
+def config_for(rows: int, heads: int, width: int, listed: int, generation: str, packed: bool = False) -> Config:
     """The configuration for `rows` query rows of `heads` heads over at most `listed` keys; shapes only, no contents."""
     block = max(16, 1 << (heads - 1).bit_length())
     if generation == "rocm":
@@ -71,7 +70,9 @@ def config_for(rows: int, heads: int, width: int, listed: int, generation: str) 
         base = Config(keys=64, heads=min(64, block), parts=1, splits=1, num_warps=8, num_stages=2)
         programs = 132
         if rows <= FEW_ROWS:
-            base = Config(keys=32, heads=16, parts=1, splits=1, num_warps=8, num_stages=1, joined=1)
+            # A join of ten splits takes half the time of one of twenty.
+            keys = 32 if packed or listed <= 32 * 10 else 64
+            base = Config(keys=keys, heads=16, parts=1, splits=1, num_warps=8, num_stages=1, joined=1)
             programs = 160
         elif rows <= 2 * FEW_ROWS:
             base = dataclasses.replace(base, num_stages=1, joined=1)
@@ -162,30 +163,21 @@ def _accumulate(query: list[Array], state: tuple, pieces: list[Array], valid: Ar
     return new_peak, total, sums
 
 
-def _rotate(
-    values: Array, first_dim: int, width: int, cos_ref: object, sin_ref: object, row: Array, back: bool
-) -> Array:
-    """RoPE, or its inverse, on dims first_dim .. of values [H, size] bfloat16; other dims keep their value."""
-    heads, size = values.shape
-    pairs = cos_ref.shape[-1]
-    pair = first_dim // 2 + jnp.arange(size // 2, dtype=jnp.int32) - (width // 2 - pairs)
-    rotated = pair >= 0
-    index = jnp.where(rotated, pair, 0)
-    cos = jnp.where(rotated, backend.triton().load(cos_ref.at[row, index]), 1.0)[None, :]
-    sin = jnp.where(rotated, backend.triton().load(sin_ref.at[row, index]), 0.0)[None, :]
-    first, second = (
-        part.reshape(heads, size // 2).astype(jnp.float32)
-        for part in lax.split(values.reshape(heads, size // 2, 2), (1, 1), axis=2)
-    )
-    sin = sin if back else -sin
-    turned = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return turned.reshape(heads, size).astype(values.dtype)
-
-
 def _finish(
-    refs: tuple, row: Array, first_head: Array, heads: int, peak: Array, total: Array, sums: tuple, width: int
+    refs: tuple,
+    row: Array,
+    first_head: Array,
+    heads: int,
+    peak: Array,
+    total: Array,
+    sums: tuple,
+    width: int,
+    start: Array | int = 0,
 ) -> None:
-    """Adds the sink, divides, rounds, rotates back and stores; a row without keys or request stores zeros."""
+    """Adds the sink, divides, rounds, rotates back and stores; a row without keys or request stores zeros.
+
+    The pieces of `sums` are the dims from `start` on.
+    """
     sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref = refs
     head = first_head + jnp.arange(heads, dtype=jnp.int32)
     present = head < out_ref.shape[1]
@@ -194,9 +186,9 @@ def _finish(
     for piece, part in enumerate(sums):
         size = part.shape[1]
         quotient = (part / total[:, None]).astype(jnp.bfloat16)
-        turned = _rotate(quotient, piece * size, width, cos_ref, sin_ref, row, back=True)
+        turned = rotated(quotient, start + piece * size, width, cos_ref, sin_ref, row, back=True)
         backend.triton().store(
-            out_ref.at[row, pl.ds(first_head, heads), pl.ds(piece * size, size)],
+            out_ref.at[row, pl.ds(first_head, heads), pl.ds(start + piece * size, size)],
             jnp.where(live, turned, jnp.zeros_like(turned)),
             mask=present[:, None],
         )
@@ -243,7 +235,7 @@ def _walk_kernel(
     ]
     if geometry.rotate_query:
         query = [
-            _rotate(part, p * size, width, cos_ref, sin_ref, row, back=False)
+            rotated(part, p * size, width, cos_ref, sin_ref, row, back=False)
             if (p + 1) * size > geometry.still
             else part
             for p, part in enumerate(query)
@@ -330,10 +322,13 @@ def _join_kernel(
     *,
     heads: int,
     splits: int,
+    cuts: int,
     width: int,
 ) -> None:
-    """Joins the splits of a few heads of one query row."""
+    """Joins the splits of a few heads of one query row, for one of `cuts` parts of the dims."""
     program = pl.program_id(0)
+    cut, program = lax.rem(program, cuts), lax.div(program, cuts)
+    size = width // cuts
     head_blocks = -(-out_ref.shape[1] // heads)
     first_head = (program % head_blocks) * heads
     row = program // head_blocks
@@ -341,26 +336,25 @@ def _join_kernel(
     present = first_head + jnp.arange(heads, dtype=jnp.int32) < out_ref.shape[1]
 
     def load(ref: object, split: int) -> Array:
-        return (
-            backend.triton().load(ref.at[row, pl.ds(split, 1), block], mask=present[None, :], other=0.0).reshape(heads)
-        )
+        place = pl.ds(split * cuts + cut, 1)
+        return backend.triton().load(ref.at[row, place, block], mask=present[None, :], other=0.0).reshape(heads)
 
     peaks = [load(peak_ref, s) for s in range(splits)]
     peak = functools.reduce(jnp.maximum, peaks)
     total = jnp.zeros((heads,), jnp.float32)
-    sums = jnp.zeros((heads, width), jnp.float32)
+    sums = jnp.zeros((heads, size), jnp.float32)
     for s in range(splits):
         shrink = jnp.exp2(peaks[s] - peak)
         total += shrink * load(total_ref, s)
         part = backend.triton().load(
-            sums_ref.at[row, pl.ds(s, 1), block, :],
-            mask=jnp.broadcast_to(present[None, :, None], (1, heads, width)),
+            sums_ref.at[row, pl.ds(s, 1), block, pl.ds(cut * size, size)],
+            mask=jnp.broadcast_to(present[None, :, None], (1, heads, size)),
             other=0.0,
         )
-        sums += shrink[:, None] * part.reshape(heads, width)
+        sums += shrink[:, None] * part.reshape(heads, size)
     live = backend.triton().load(batch_ref.at[row]) >= 0
     refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref)
-    _finish(refs, row, first_head, heads, peak, total, (sums,), width)
+    _finish(refs, row, first_head, heads, peak, total, (sums,), width, cut * size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,7 +400,7 @@ def sparse_attention(
     ring_offset: Array | int = 0,
     layer: Array | int | None = None,
     rotate_query: bool = False,
-    config: Config | None = None,
+    config: Config | decode.Config | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `pallas_kernels.sparse_attention`; `unsupported` has been asked."""
@@ -414,7 +408,42 @@ def sparse_attention(
     if rows == 0:
         return query
     listed = selected.shape[1] + window
-    config = config or config_for(rows, heads, width, listed, backend.current_target().generation)
+    generation = backend.current_target().generation
+    packed = (main_format, window_format) == ("fp4", "fp8")
+    plain = not {"fp4", "fp8"} & {main_format, window_format}
+    fits = (plain or packed) and decode.fits(query, selected, main, ring, in_forward, window, packed)
+    if config is None and generation == "cuda" and fits:
+        config = decode.config_for(rows, heads, listed, packed)
+    if isinstance(config, decode.Config):
+        query = rotate(query, cos, sin) if rotate_query else query
+        layer, sink = backend.with_layer(layer, sink.astype(jnp.float32))
+        results = decode.partial_sums(
+            query,
+            sink,
+            selected,
+            selected_counts,
+            main,
+            block_tables,
+            batch_ids,
+            slots,
+            ring,
+            positions,
+            window_floor,
+            cos,
+            sin,
+            window=window,
+            scale=scale,
+            packed=packed,
+            ring_offset=ring_offset,
+            layer=layer,
+            config=config,
+            interpret=interpret,
+        )
+        if config.splits == 1:
+            return results[0]
+        cut = _Cut(heads=1, splits=config.splits, cuts=config.cuts)
+        return _join(results, sink, layer, batch_ids, cos, sin, query, cut, interpret)
+    config = config or config_for(rows, heads, width, listed, generation, packed)
     if rotate_query and config.heads > MOST_ROTATED:
         query, rotate_query = rotate(query, cos, sin), False
     layer, sink = backend.with_layer(layer, sink)
@@ -476,12 +505,38 @@ def sparse_attention(
     )(*operands)
     if config.splits == 1:
         return results[0]
+    cut = _Cut(heads=config.joined, splits=config.splits, cuts=1)
+    return _join(results, operands[1], layer, batch_ids, cos, sin, query, cut, interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How sums were cut: among `splits` pieces of the list and `cuts` of the dims. A program joins `heads` of a row."""
+
+    heads: int
+    splits: int
+    cuts: int
+
+
+def _join(
+    results: Sequence[Array],
+    sink: Array,
+    layer: Array,
+    batch_ids: Array,
+    cos: Array,
+    sin: Array,
+    query: Array,
+    cut: _Cut,
+    interpret: bool,
+) -> Array:
+    """[N, H, d] like `query` from sums [N, splits, H, d] and their peaks and totals [N, splits cuts, H]."""
+    rows, heads, width = query.shape
     return backend.triton_call(
-        functools.partial(_join_kernel, heads=config.joined, splits=config.splits, width=width),
-        out,
-        grid=(rows * -(-heads // config.joined),),
+        functools.partial(_join_kernel, **dataclasses.asdict(cut), width=width),
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid=(rows * -(-heads // cut.heads) * cut.cuts,),
         num_warps=4,
         num_stages=1,
         interpret=interpret,
         name="sparse_attention_join",
-    )(*results, operands[1], operands[-1], batch_ids, cos, sin)
+    )(*results, sink, layer, batch_ids, cos, sin)

@@ -78,8 +78,11 @@ def gpu_builds() -> Iterator[Build]:
     for name, rows, packed, fresh in (
         ("bf16 1 rows", 1, False, 0),
         ("packed 1 rows", 1, True, 0),
+        ("bf16 8 rows", 8, False, 0),
         ("bf16 64 rows", 64, False, 0),
         ("packed 64 rows", 64, True, 0),
+        ("bf16 128 rows", 128, False, 0),
+        ("packed 128 rows", 128, True, 0),
         ("bf16 4096 rows", 4096, False, 4096),
     ):
         yield Build(

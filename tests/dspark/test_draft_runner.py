@@ -131,8 +131,8 @@ def size_of(aval):
 
 
 def test_stages_of_the_released_draft_are_read_in_their_stack():
-    """The experts of a stage are 2.4 GB: a loop that is given one stage after the other copies them on a GPU. Nothing
-    larger is taken out than the logits of one position."""
+    """The experts of a stage are 2.4 GB: a loop that is given one stage after the other copies them on a GPU. No
+    loop takes as much as a megabyte out of an array."""
     config = preset("v4.1-flash")
     options = EngineConfig(num_pages=1, max_num_seqs=1, speculative_method="dspark", num_speculative_tokens=5)
     geometry = options.geometry(ModelView.from_config(config))
@@ -142,4 +142,4 @@ def test_stages_of_the_released_draft_are_read_in_their_stack():
     small = (jnp.zeros(1, jnp.int32), jnp.ones(1, bool), sampling_inputs([], 1))
     with backend.use_target(backend.Target("triton", "cuda")):
         traced = jax.make_jaxpr(draft)(DraftingWeights(held.target, held.draft), abstract_pools(geometry, 1, 1), *small)
-    assert largest_slice(traced.jaxpr) == 4 * config.text.vocab_size
+    assert largest_slice(traced.jaxpr) < 2**20

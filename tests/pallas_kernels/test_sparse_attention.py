@@ -193,7 +193,9 @@ def test_the_public_call_takes_the_kernel_when_asked_and_names_what_it_cannot_do
 
 
 @pytest.mark.parametrize("generation", ["cuda", "rocm"])
-@pytest.mark.parametrize(("rows", "splits"), [(1, 20), (64, 2), (4096, 1)])
-def test_few_query_rows_are_cut_among_programs(generation, rows, splits):
-    config = triton.config_for(rows, 64, 512, 640, generation)
-    assert config.splits == (splits if generation == "cuda" else {1: 20, 64: 2, 4096: 1}[rows])
+@pytest.mark.parametrize(
+    ("rows", "packed", "splits"), [(1, False, 10), (1, True, 20), (64, False, 2), (4096, False, 1)]
+)
+def test_few_query_rows_are_cut_among_programs(generation, rows, packed, splits):
+    config = triton.config_for(rows, 64, 512, 640, generation, packed)
+    assert config.splits == (20 if generation == "rocm" and rows == 1 else splits)

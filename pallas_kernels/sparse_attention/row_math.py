@@ -1,0 +1,36 @@
+"""Arithmetic that the GPU kernels of sparse attention share."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import backend
+
+Array = jax.Array
+
+LOG2_E = math.log2(math.e)
+"""Scores are kept in base 2, for which GPUs have an instruction."""
+
+
+def rotated(
+    values: Array, first_dim: Array | int, width: int, cos_ref: object, sin_ref: object, row: Array, back: bool
+) -> Array:
+    """RoPE, or its inverse, on dims first_dim .. of values [H, size] bfloat16; other dims keep their value."""
+    heads, size = values.shape
+    pairs = cos_ref.shape[-1]
+    pair = first_dim // 2 + jnp.arange(size // 2, dtype=jnp.int32) - (width // 2 - pairs)
+    turns = pair >= 0
+    index = jnp.where(turns, pair, 0)
+    cos = jnp.where(turns, backend.triton().load(cos_ref.at[row, index]), 1.0)[None, :]
+    sin = jnp.where(turns, backend.triton().load(sin_ref.at[row, index]), 0.0)[None, :]
+    first, second = (
+        part.reshape(heads, size // 2).astype(jnp.float32)
+        for part in lax.split(values.reshape(heads, size // 2, 2), (1, 1), axis=2)
+    )
+    sin = sin if back else -sin
+    turned = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=-1)
+    return turned.reshape(heads, size).astype(values.dtype)
