@@ -82,6 +82,19 @@ def decoded_fp8(elements: Array) -> list[Array]:
     return [lax.bitcast_convert_type(half, jnp.float8_e4m3fn).astype(jnp.float16) for half in halves]
 
 
+def decoded_rows(values: Array, scales: Array, index_format: str) -> tuple[Array, Array]:
+    """Stored rows [.., n] uint8 and their scales to float16 [.., I] and the row scale [..] float32 still to be applied.
+
+    For XLA: what `decoded_fp8` and `decoded_fp4` give, with the dims of a row in their own order.
+    """
+    if index_format == "fp8":
+        return decoded_fp8(values)[0], scales
+    words = in_words(values, jnp.uint32)
+    rows = words.shape[:-1]
+    parts, scale = decoded_fp4(words.reshape(-1, words.shape[-1]), scales.reshape(-1, scales.shape[-1]), False)
+    return jnp.stack(parts, axis=-1).reshape(*rows, -1), scale.reshape(rows)
+
+
 def decoded_fp4(words: Array, scales: Array, cuda: bool) -> tuple[list[Array], Array]:
     """Stored rows to eight float16 parts [keys, n] and the row scale still to be applied.
 

@@ -33,13 +33,12 @@ DECODE_CONFIGS = [
 ]
 VERIFY_CONFIGS = [(6, 4, 64, 8, 4, 2), (2, 2, 64, 8, 4, 2), (6, 2, 128, 8, 8, 2), (3, 2, 64, 16, 4, 2)]
 PREFILL_CONFIGS = [
-    (8, 8, 64, 16, 4, 2),
-    (4, 4, 64, 16, 4, 2),
-    (8, 2, 64, 16, 4, 2),
-    (8, 8, 128, 8, 8, 2),
-    (8, 1, 64, 16, 4, 2),
+    (8, 4, 64, 16, 4, 2),
+    (8, 8, 64, 32, 4, 2, True),
+    (4, 4, 64, 64, 4, 2, True),
+    (8, 4, 64, 32, 4, 3, True),
 ]
-"""Other `index_scores.triton.Config`s: rows, rows together, keys, tiles, warps, stages."""
+"""Other `index_scores.triton.Config`s: rows, rows together, keys, tiles, warps, stages, keys decoded first."""
 LARGEST_XLA = 2**27
 """Scores past which XLA's form takes too long to be worth device time."""
 

@@ -17,7 +17,7 @@ from pallas_kernels.block_scaled_linear import triton as linear_triton
 from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts
 from pallas_kernels.grouped_experts import triton as experts_triton
 from pallas_kernels.grouped_experts.arrangement import arranged
-from pallas_kernels.grouped_experts.triton_wide import WideConfig
+from pallas_kernels.grouped_experts.triton_many import ManyConfig
 
 LAYERS = {
     "wq_b": (32_768, 1280),
@@ -127,9 +127,9 @@ def _expert_case(rows: int, experts: int, width: int, hidden: int, chosen: int, 
     def tuned(x, ids, weights, stored, loaded, valid, config):
         return experts_triton.grouped_experts(x, ids, weights, *loaded, valid=valid, config=config, **options)
 
-    def config(rows: int, *tiles: int) -> experts_triton.Config | WideConfig:
-        if len(tiles) == 4:
-            return WideConfig(rows, *tiles)
+    def config(rows: int, *tiles: int) -> experts_triton.Config | ManyConfig:
+        if len(tiles) == 5:
+            return ManyConfig(rows, *tiles)
         return experts_triton.Config(rows, experts_triton.Tile(*tiles[:4]), experts_triton.Tile(*tiles[4:]))
 
     variants = {"xla": definition, "pallas": kernel}
@@ -170,12 +170,7 @@ def cases(size: str) -> Iterator[Case]:
         (16, 32, 128, 2, 2, 32, 32, 2, 4),
         (16, 32, 64, 1, 3, 32, 64, 1, 3),
     ]
-    # Rows of a block, outputs, inner dims, warps, stages where weights are widened first.
-    prefill = [
-        (128, 128, 16, 8, 3, 128, 16, 8, 3),
-        (128, 128, 64, 8, 3),
-        (128, 256, 64, 8, 4),
-        (128, 256, 32, 8, 4),
-    ]
+    # Rows of a block and of its smallest product, outputs, words a step, warps, stages.
+    prefill = [(128, 32, 128, 16, 4, 4), (128, 32, 128, 32, 4, 2), (128, 32, 256, 32, 8, 4), (64, 32, 128, 32, 4, 3)]
     for rows, tuning in ((1, few), (8, few), (64, few), (4096, prefill)):
         yield _expert_case(rows, 96, WIDTH, HIDDEN, CHOSEN, tuning)

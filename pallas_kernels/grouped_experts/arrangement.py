@@ -69,6 +69,20 @@ def by_code(x: Array, order: Order) -> Array:
     return x.at[..., dim].get(mode="promise_in_bounds")
 
 
+def by_step(x: Array, inner: int, order: Order) -> Array:
+    """Reorders the last axis of [N, K] as steps of `inner` words meet the codes: code 0 of a step's words, then code 1.
+
+    inner: words, which divide those of K; half a block or whole blocks of arranged ones.
+    """
+    rows, width = x.shape
+    if order == "released":
+        return x.reshape(rows, width // (CODES * inner), inner, CODES).swapaxes(2, 3).reshape(rows, width)
+    steps = BLOCK_WORDS // inner
+    # Group, step of a block, pair of words, word of a pair, code.
+    dims = x.reshape(rows, width // BLOCK_DIMS, BLOCK_GROUPS, steps, BLOCK_GROUPS // steps, 2, CODES)
+    return dims.transpose(0, 1, 3, 6, 4, 2, 5).reshape(rows, width)
+
+
 def place_by_code(dim: Array, dims: int, order: Order) -> Array:
     """Where `by_code` puts the int32 places `dim` of `dims`."""
     return lax.rem(dim, CODES) * (dims // CODES) + place_of_word(lax.div(dim, CODES), order)

@@ -17,18 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.grouped_experts.arrangement import CODES, place_by_code, words_of
+from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, CODES, place_by_code, words_of
 from pallas_kernels.grouped_experts.blocks import MOST_UNSORTED, Blocks, blocks_of
+from pallas_kernels.grouped_experts.triton_many import ManyConfig, expert_outputs
 from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, store_rows
-from pallas_kernels.grouped_experts.triton_wide import WideConfig, expert_outputs, wide_config
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
 from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
 from pallas_kernels.triton_widening import packed_instructions
 
 Array = jax.Array
 
-LEAST_WIDE = 192
-"""Rows an expert from which on its weights are widened into memory first."""
+LEAST_MANY = {"rocm": 64, "cuda": 17}
+"""Rows an expert from which on they are multiplied by `triton_many`."""
 LEAST_INNER = 16
 """The least inner dims of a product on the tensor cores."""
 
@@ -58,10 +58,8 @@ class Config:
     down: Tile
 
 
-def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config | WideConfig:
+def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config | ManyConfig:
     """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
-    if pairs >= LEAST_WIDE * experts:
-        return wide_config(width, hidden, generation)
     rocm = generation == "rocm"
     mean, least = -(-pairs // experts), 32 * (hidden // 32)
 
@@ -71,17 +69,29 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
             inner *= 2
         return Tile(outputs, inner, warps, 1 if rocm else stages)
 
-    if mean >= 64:
-        rows, outputs, warps = (64, 64, 4) if rocm else (128, 128, 8)
-        return Config(rows, tile(min(outputs, least), width, 16, warps), tile(outputs, hidden, 16, warps))
+    if mean >= LEAST_MANY["rocm" if rocm else "cuda"]:
+        return many_config(mean, width, hidden, generation)
     # A block should hold all rows of nearly every expert: one that takes a second block is read twice.
-    fewest = 16 if rocm else 8
-    rows = fewest if pairs <= MOST_UNSORTED else min(64, max(fewest, 1 << (2 * mean - 1).bit_length()))
+    fewest, most = (16, 64) if rocm else (8, 16)
+    rows = fewest if pairs <= MOST_UNSORTED else min(most, max(fewest, 1 << (2 * mean - 1).bit_length()))
     if rows > 16:
         return Config(rows, tile(min(64, least), width, 64, 4), tile(64, hidden, 64, 4))
-    # Measured on an H200 at 1, 8 and 64 rows: products of 32 outputs and two warps wait for no warp group, and blocks
-    # of eight rows leave room for more of them on a multiprocessor.
-    return Config(rows, tile(32, width, 64, 2, stages=4), tile(32, hidden, 64, 2))
+    # Measured on an H200 at 1, 8, 32, 64, 128 and 256 rows: products of 32 outputs and two warps wait for no warp
+    # group, and blocks of eight rows leave room for more of them on a multiprocessor.
+    if rows == 8:
+        return Config(rows, tile(32, width, 64, 2, stages=4), tile(32, hidden, 64, 2))
+    return Config(rows, tile(32, width, 64, 2), tile(64, hidden, 64, 2))
+
+
+def many_config(mean: int, width: int, hidden: int, generation: str) -> ManyConfig:
+    """The configuration for `mean` rows an expert."""
+    inner = 2 * LEAST_INNER if width % BLOCK_DIMS == 0 == hidden % BLOCK_DIMS else LEAST_INNER
+    if generation == "rocm":
+        return ManyConfig(rows=64, least=64, outputs=64, inner=LEAST_INNER, num_warps=4, num_stages=1)
+    # Measured on an H200 at 32, 64, 256 and 512 rows an expert.
+    if mean >= 192:
+        return ManyConfig(rows=128, least=32, outputs=256, inner=inner, num_warps=8, num_stages=3)
+    return ManyConfig(rows=64 if mean >= 32 else 32, least=16, outputs=128, inner=inner, num_warps=4, num_stages=3)
 
 
 def unsupported(x: Array, w1: object, w2: object) -> str | None:
@@ -235,7 +245,7 @@ def grouped_experts(
     layers: int = 1,
     layer: Array | int = 0,
     codes: Array | None = None,
-    config: Config | WideConfig | None = None,
+    config: Config | ManyConfig | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `pallas_kernels.grouped_experts`; `unsupported` was asked, chosen experts lie in part `layer` of `layers`."""
@@ -257,8 +267,8 @@ def grouped_experts(
         "cuda": cuda,
         "interpret": interpret,
     }
-    if isinstance(config, WideConfig):
-        outputs = expert_outputs(*operands, experts=experts, first=layer * experts, config=config, **options)
+    if isinstance(config, ManyConfig):
+        outputs = expert_outputs(*operands, config=config, **options)
     else:
         outputs = _expert_outputs(*operands, codes=codes, config=config, **options)
     return _combine(outputs.reshape(rows, chosen, width), served)
@@ -278,7 +288,7 @@ def _expert_outputs(
     cuda: bool,
     interpret: bool,
 ) -> Array:
-    """As `triton_wide.expert_outputs`, by products that widen their weights; anything for pairs that are not served.
+    """As `triton_many.expert_outputs`, for few rows.
 
     codes: `operand_of` x in the order of the gate's weights where that exists already.
     """

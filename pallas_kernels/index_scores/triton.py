@@ -7,6 +7,9 @@ over heads.
 
 A program walks the requests its rows belong to, so that rows need not come in groups of one request; rows in batch
 order make that walk one or two steps long.
+
+Where a request has many rows, its keys are decoded into memory once instead of by every program: a tile of keys is
+then one asynchronous copy, and FP4 keys are one product of 128 dims and not eight of 16.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pallas_kernels.index_plane import float16_query
 from pallas_kernels.triton_index_keys import (
     decoded_fp4,
     decoded_fp8,
+    decoded_rows,
     packed_view,
     split_of,
     split_query,
@@ -45,6 +49,7 @@ class Config:
       keys: keys of one tile, at least 16.
       tiles: key tiles of one program.
       num_warps, num_stages: of one program.
+      decoded: keys are decoded into memory first, once, instead of by every program.
     """
 
     rows: int
@@ -53,6 +58,7 @@ class Config:
     tiles: int
     num_warps: int
     num_stages: int
+    decoded: bool = False
 
     def stacks(self) -> list[tuple[int, int]]:
         """First row and size of every product: as many of `together` rows as fit, then smaller powers of two."""
@@ -65,6 +71,11 @@ class Config:
         return stacks
 
 
+LEAST_DECODED = 64
+"""Rows a request from which on its keys are decoded first: at most as many bytes as the scores, and a small part of the
+work."""
+LONG_WORK = 2**25
+"""Scores from which on programs of twice as many tiles still fill the device."""
 SMALL_WORK = 2**17
 """Scores per key tile of a program: programs are short while there are too few of them to fill the device."""
 
@@ -77,7 +88,10 @@ def config_for(rows: int, requests: int, context: int) -> Config:
         return Config(rows=1, together=1, keys=128, tiles=tiles, num_warps=4, num_stages=3)
     if each < 8:
         return Config(rows=each, together=2, keys=64, tiles=8, num_warps=4, num_stages=2)
-    return Config(rows=8, together=4, keys=64, tiles=16, num_warps=4, num_stages=2)
+    if each < LEAST_DECODED:
+        return Config(rows=8, together=4, keys=64, tiles=16, num_warps=4, num_stages=2)
+    tiles = 64 if rows * context >= LONG_WORK else 32
+    return Config(rows=8, together=4, keys=64, tiles=tiles, num_warps=4, num_stages=3, decoded=True)
 
 
 def unsupported(query: Array, index_format: str, quantize_query: bool, score_dtype: DTypeLike) -> str | None:
@@ -123,8 +137,16 @@ def index_scores(
         return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
 
     operand, weights = float16_query(query, head_weights, index_format)
-    elements = packed_view(values, index_format)
-    split = split_of(elements, index_format)
+    if config.decoded:
+        values, scales = (plane.at[block_tables].get(mode="clip") for plane in (values, scales))
+        elements, scales = decoded_rows(values, scales, index_format)
+        elements, scales, split = elements.reshape(requests, context, -1), scales.reshape(requests, context), 1
+        # Whole tiles: what lies past the end is read and not stored.
+        beyond = (0, -context % config.keys)
+        elements, scales = jnp.pad(elements, ((0, 0), beyond, (0, 0))), jnp.pad(scales, ((0, 0), beyond))
+    else:
+        elements = packed_view(values, index_format)
+        split = split_of(elements, index_format)
     tile_keys = config.keys * config.tiles
     groups = (rows + padding) // config.rows
     kernel = _kernel(config, context, rows, heads, rows_in_page, split, index_format)
@@ -162,6 +184,9 @@ def _kernel(config: Config, context: int, rows: int, heads: int, rows_in_page: i
 
     def load_tile(values_ref, scales_ref, tables_ref, request, start):
         """Decoded parts of keys `start ..` of a request, and their row scale [keys]."""
+        if config.decoded:
+            place = (request, pl.ds(start, config.keys))
+            return [values_ref[(*place, slice(None))]], scales_ref[place]
         if one_page:
             page = tables_ref[request, start // rows_in_page]
             place = (page, pl.ds(start % rows_in_page, config.keys))

@@ -40,6 +40,8 @@ class Config:
       splits: programs among which the list of one query row is cut.
       num_warps, num_stages: of the program that walks the list.
       joined: heads of one program that joins splits.
+      apart: the products of query and keys stand in a loop of their own, see `_scores`, and the rows of the main plane
+        are located before the kernel.
     """
 
     keys: int
@@ -49,6 +51,7 @@ class Config:
     num_warps: int
     num_stages: int
     joined: int = 4
+    apart: bool = False
 
 
 MOST_ROTATED = 32
@@ -57,6 +60,9 @@ MOST_ROTATED = 32
 FEW_ROWS = 4
 """Query rows up to which a program takes 16 heads and few keys: many programs, and accumulators that fit the registers.
 One row is bound by launches: two of them against the seven of XLA's chain."""
+
+MANY_ROWS = 512
+"""Query rows from which on they fill a device several times over and products count."""
 
 
 def config_for(rows: int, heads: int, width: int, listed: int, generation: str, packed: bool = False) -> Config:
@@ -76,6 +82,8 @@ def config_for(rows: int, heads: int, width: int, listed: int, generation: str, 
             programs = 160
         elif rows <= 2 * FEW_ROWS:
             base = dataclasses.replace(base, num_stages=1, joined=1)
+        elif rows >= MANY_ROWS:
+            base = dataclasses.replace(base, num_stages=1, apart=True)
     while width < 64 * base.parts:
         base = dataclasses.replace(base, parts=base.parts // 2)
     used = max(1, rows * -(-heads // base.heads))
@@ -99,21 +107,32 @@ def unsupported(query: Array, main: Array | None, ring: Array, cos: Array) -> st
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A list of rows of one plane: how many, where each lies, and how its bytes become values."""
+    """A list of rows of one plane: how many, where each lies, and how its bytes become values.
+
+    ahead: where the rows of a tile lie is found a tile ahead, because it is read from memory.
+    """
 
     plane: object
     storage: str
     count: Array
     locate: object
+    ahead: bool = False
 
-    def tile(self, first: Array, config: Config, width: int) -> tuple[list[Array], Array]:
-        """Rows first .. first + keys - 1 as `parts` bfloat16 pieces [keys, width / parts], and which are listed."""
+    def listed(self, first: Array, config: Config) -> tuple[Array, Array]:
+        """Places first .. first + keys - 1 of the list, and which of them there are."""
         index = first + jnp.arange(config.keys, dtype=jnp.int32)
-        valid = index < self.count
+        return index, index < self.count
+
+    def rows(self, first: Array, config: Config) -> Array:
+        """Where these places lie in the plane."""
+        index, valid = self.listed(first, config)
         # Places past the end repeat a listed row: its values are finite and its weight will be zero.
-        rows = self.locate(jnp.where(valid, index, 0))
+        return self.locate(jnp.where(valid, index, 0))
+
+    def values(self, rows: Array, config: Config, width: int) -> list[Array]:
+        """`rows` as `parts` bfloat16 pieces [keys, width / parts]."""
         size = width // config.parts
-        return [_load_values(self.plane, self.storage, rows, p * size, size, width) for p in range(config.parts)], valid
+        return [_load_values(self.plane, self.storage, rows, p * size, size, width) for p in range(config.parts)]
 
 
 def _load_values(plane: object, storage: str, rows: Array, start: int, size: int, width: int) -> Array:
@@ -143,13 +162,31 @@ def _load_values(plane: object, storage: str, rows: Array, start: int, size: int
     return load(start, size)
 
 
-def _accumulate(query: list[Array], state: tuple, pieces: list[Array], valid: Array, scale: float) -> tuple:
-    """One step of the online softmax. state: peak [H], total [H], sums of `parts` pieces [H, size]."""
+def _scores(query: list[Array], pieces: list[Array], once: Array | None) -> Array:
+    """Products of the pieces of query and keys, [H, keys] float32.
+
+    once: 1, or None. In one block with the product of the weights, Triton lets every warp group compute all scores, so
+    that the weights need not move between groups. In a loop of `once` rounds the groups share the work; it also keeps
+    the loads of a tile from being pipelined, which they are not to any use with one tile in shared memory beside the
+    query.
+    """
+
+    def product(total: Array | None) -> Array:
+        parts = [jnp.dot(q, k.T, preferred_element_type=jnp.float32) for q, k in zip(query, pieces, strict=True)]
+        return functools.reduce(jnp.add, parts if total is None else [total, *parts])
+
+    if once is None:
+        return product(None)
+    start = jnp.zeros((query[0].shape[0], pieces[0].shape[0]), jnp.float32)
+    return lax.fori_loop(0, once, lambda _, total: product(total), start)
+
+
+def _accumulate(
+    query: list[Array], state: tuple, pieces: list[Array], valid: Array, scale: float, once: Array | None
+) -> tuple:
+    """One step of the online softmax. state: peak [H], total [H], sums of `parts` pieces [H, size]; once: `_scores`."""
     peak, total, sums = state
-    scores = functools.reduce(
-        jnp.add,
-        (jnp.dot(q, k.T, preferred_element_type=jnp.float32) for q, k in zip(query, pieces, strict=True)),
-    )
+    scores = _scores(query, pieces, once)
     scores = jnp.where(valid[None, :], scores * jnp.float32(scale * LOG2_E), -jnp.inf)
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = jnp.exp2(scores - new_peak[:, None])
@@ -250,11 +287,13 @@ def _walk_kernel(
 
         def in_main(index: Array) -> Array:
             entry = backend.triton().load(selected_ref.at[row, index])
+            if config.apart:
+                return entry
             page = backend.triton().load(tables_ref.at[request, lax.div(entry, geometry.page_rows)])
             return page * geometry.page_rows + lax.rem(entry, geometry.page_rows)
 
         count = jnp.where(live, backend.triton().load(counts_ref.at[row]), 0)
-        sources.append(_Source(main_ref, geometry.main_format, count, in_main))
+        sources.append(_Source(main_ref, geometry.main_format, count, in_main, ahead=config.apart))
     fresh_from = backend.triton().load(from_ref.at[row]) if geometry.fresh else position + 1
     fresh_from = jnp.minimum(jnp.maximum(fresh_from, lowest), position + 1)
     slot = offset_ref[0] + backend.triton().load(slots_ref.at[request])
@@ -277,6 +316,7 @@ def _walk_kernel(
             )
         )
 
+    once = live.astype(jnp.int32) if config.apart else None
     tiles = [lax.div(source.count + (config.keys - 1), config.keys) for source in sources]
     share = lax.div(sum(tiles) + (config.splits - 1), config.splits)
     begin, end = split * share, (split + 1) * share
@@ -288,13 +328,24 @@ def _walk_kernel(
     passed = 0
     for source, count in zip(sources, tiles, strict=True):
 
+        def added(tile: Array, state: tuple, rows: Array, source: _Source = source) -> tuple:
+            _, valid = source.listed(tile * config.keys, config)
+            return _accumulate(query, state, source.values(rows, config, width), valid, geometry.scale, once)
+
         def step(tile: Array, state: tuple, source: _Source = source) -> tuple:
-            pieces, valid = source.tile(tile * config.keys, config, width)
-            return _accumulate(query, state, pieces, valid, geometry.scale)
+            return added(tile, state, source.rows(tile * config.keys, config))
+
+        def step_ahead(tile: Array, carry: tuple, source: _Source = source) -> tuple:
+            state, rows = carry
+            after = source.rows((tile + 1) * config.keys, config)
+            return added(tile, state, rows), after
 
         first = jnp.minimum(jnp.maximum(begin - passed, 0), count)
         last = jnp.minimum(jnp.maximum(end - passed, 0), count)
-        state = lax.fori_loop(first, last, step, state)
+        if source.ahead:
+            state, _ = lax.fori_loop(first, last, step_ahead, (state, source.rows(first * config.keys, config)))
+        else:
+            state = lax.fori_loop(first, last, step, state)
         passed = passed + count
     peak, total, sums = state
     if config.splits == 1:
@@ -372,6 +423,13 @@ class _Geometry:
     scale: float
     main_format: str
     window_format: str
+
+
+def _located(selected: Array, block_tables: Array, batch_ids: Array, page_rows: int) -> Array:
+    """Rows of the main plane [N, K] of selected entries; some row for entries and requests that are none."""
+    entry = jnp.maximum(selected, 0)
+    tables = block_tables[jnp.maximum(batch_ids, 0)]
+    return jnp.take_along_axis(tables, entry // page_rows, axis=1) * page_rows + entry % page_rows
 
 
 @backend.traced_once
@@ -462,6 +520,8 @@ def sparse_attention(
         main_format=main_format,
         window_format=window_format,
     )
+    if config.apart and geometry.selected:
+        selected = _located(selected, block_tables, batch_ids, geometry.page_rows)
     flat_main = main.reshape(-1, main.shape[2]) if geometry.selected else one_row
     operands = (
         query,

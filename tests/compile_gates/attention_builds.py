@@ -90,7 +90,7 @@ def gpu_builds() -> Iterator[Build]:
             functools.partial(attention_triton.sparse_attention, rotate_query=True, **attention_options(packed)),
             attention_arguments(rows, packed, fresh),
         )
-    # 192 and 640: blocks of 64 and of 128 rows, the latter with steps of half a block of arranged words.
+    # 192 and 640: what lies between few rows an expert and many, 24 and 80 of them.
     both: tuple[Order, ...] = ("released", "arranged")
     for rows, orders in ((1, both), (64, both), (192, both[1:]), (640, both[1:]), (4096, both)):
 

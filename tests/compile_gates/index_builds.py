@@ -141,9 +141,9 @@ def gpu_builds() -> Iterator[Build]:
     yield mixes_build(64)
     yield coefficients_build(mixes_triton.coefficients, 4096)
     for index_format in ("fp8", "fp4"):
-        for rows, requests, page_rows in ((64, 64, 128), (64, 64, 64), (4096, 1, 128)):
+        for rows, requests, page_rows in ((64, 64, 128), (64, 64, 64), (64, 4, 128), (4096, 1, 128)):
             yield Build(
-                f"index_scores {index_format} {rows} rows, pages of {page_rows}",
+                f"index_scores {index_format} {rows} rows of {requests}, pages of {page_rows}",
                 functools.partial(scores_triton.index_scores, index_format=index_format),
                 scorer_arguments(rows, requests, index_format, page_rows),
             )

@@ -12,7 +12,7 @@ BUILDS = {build.name: build for build in gpu_builds()}
 SPILLS = 768
 """Bytes a thread may spill: a [64, 512] float32 accumulator takes half of all registers of 256 threads."""
 
-ADDING = ("join", "widen")
+ADDING = ("join", "activate")
 """Parts of the names of kernels without a product."""
 BY_WARPS = (
     *("sparse_attention bf16 1 rows", "sparse_attention packed 1 rows"),

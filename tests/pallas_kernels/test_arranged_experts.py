@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts, reads_arranged, triton, triton_wide
+from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts, reads_arranged, triton, triton_many
 from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, arranged
 from pallas_kernels.grouped_experts.triton_parts import operand_of
 from tests.pallas_kernels.expert_oracle import expert_case
@@ -19,7 +19,8 @@ from v41jax import quantization_numpy as quantization
 
 HALF_BLOCKS = triton.Config(16, triton.Tile(64, 16, 4, 1), triton.Tile(32, 16, 4, 1))
 BLOCKS = triton.Config(16, triton.Tile(32, 32, 2, 1), triton.Tile(64, 32, 2, 1))
-WIDE = triton_wide.WideConfig(16, 64, 32, 4, 1)
+MANY = triton_many.ManyConfig(32, 16, 64, 16, 4, 1)
+MANY_BLOCKS = triton_many.ManyConfig(16, 16, 32, 32, 4, 1)
 MIXED = triton.Config(16, triton.Tile(64, 32, 4, 1), triton.Tile(32, 16, 4, 1))
 
 
@@ -54,10 +55,11 @@ def exact_case(seed, **sizes):
     [
         (40, 256, 128, HALF_BLOCKS),
         (3, 256, 128, BLOCKS),
-        (40, 256, 128, WIDE),
+        (40, 256, 128, MANY),
         (3, 256, 192, MIXED),
         (3, 192, 128, HALF_BLOCKS),
-        (40, 192, 128, WIDE),
+        (40, 192, 128, MANY),
+        (40, 256, 128, MANY_BLOCKS),
     ],
 )
 def test_the_gpu_kernel_gives_the_same_bits_for_both_orders(rows, width, hidden, tiles):
@@ -71,7 +73,7 @@ def test_the_gpu_kernel_gives_the_same_bits_for_both_orders(rows, width, hidden,
     np.testing.assert_array_equal(found, run_on_gpu(case, tiles))
 
 
-@pytest.mark.parametrize("tiles", [BLOCKS, WIDE])
+@pytest.mark.parametrize("tiles", [BLOCKS, MANY])
 def test_random_arranged_experts_equal_the_oracle(tiles):
     case = expert_case(7, rows=9, experts=4, chosen=2, width=384, hidden=256, dtype=jnp.bfloat16, padding=1)
     options = {"swiglu_limit": 0.0, "quantize_hidden": False}
@@ -84,7 +86,7 @@ def test_gate_and_up_may_have_another_order_than_down(matrices):
     np.testing.assert_array_equal(run_on_gpu(in_order(case, matrices), BLOCKS), run_on_gpu(case, BLOCKS))
 
 
-@pytest.mark.parametrize("tiles", [BLOCKS, WIDE])
+@pytest.mark.parametrize("tiles", [BLOCKS, MANY])
 def test_a_scale_that_is_nan_reaches_what_it_reaches_in_the_released_order(tiles):
     case = exact_case(3, rows=6, experts=3, chosen=1, width=128, hidden=128, poison_unused=False)
     *others, down = case.stored

@@ -13,6 +13,7 @@ from pallas_kernels.grouped_experts.arrangement import (
     FIELDS,
     arranged,
     by_code,
+    by_step,
     place_by_code,
     released,
     words_of,
@@ -89,3 +90,13 @@ def test_weights_know_their_order_and_their_width():
     moved = plain._replace(packed=arranged(packed))
     assert (plain.order, plain.inputs) == ("released", 128)
     assert (moved.order, moved.inputs) == ("arranged", 128)
+
+
+@pytest.mark.parametrize("order", FIELDS)
+@pytest.mark.parametrize("inner", [16, 32])
+def test_a_step_meets_the_codes_of_its_words_one_code_after_the_other(order, inner):
+    dims = jnp.arange(2 * 3 * BLOCK_DIMS).reshape(2, -1)
+    # Places of `by_code`: the code, then the word.
+    by_words = np.asarray(by_code(dims, order)).reshape(2, CODES, -1, inner)
+    expected = by_words.transpose(0, 2, 1, 3).reshape(dims.shape)
+    np.testing.assert_array_equal(by_step(dims, inner, order), expected)

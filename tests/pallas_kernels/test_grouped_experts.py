@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts import ExpertWeights, blocks, dense, grouped_experts, tpu, triton, triton_wide, xla
+from pallas_kernels.grouped_experts import ExpertWeights, blocks, dense, grouped_experts, tpu, triton, triton_many, xla
 from pallas_kernels.grouped_experts.triton_parts import operand_of
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
@@ -119,43 +119,55 @@ def run_on_gpu(case, config=None, *, swiglu_limit=10.0, quantize_hidden=True):
 
 
 SMALL_TILES = triton.Config(16, triton.Tile(64, 16, 4, 1), triton.Tile(32, 16, 4, 1))
-WIDE_TILES = triton_wide.WideConfig(16, 64, 32, 4, 1)
+MANY_TILES = triton_many.ManyConfig(32, 16, 64, 16, 4, 1)
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-@pytest.mark.parametrize("tiles", [SMALL_TILES, WIDE_TILES])
+@pytest.mark.parametrize("tiles", [SMALL_TILES, MANY_TILES])
 @pytest.mark.parametrize("options", [{}, {"swiglu_limit": 0.0, "quantize_hidden": False}])
 def test_gpu_kernel_equals_the_oracle(rows, tiles, options):
     case = expert_case(rows, rows=rows, experts=5, chosen=3, width=192, hidden=128, dtype=jnp.bfloat16, padding=2)
     assert_meaning(run_on_gpu(case, tiles, **options), case, **options)
 
 
-def test_wide_weights_of_a_few_experts_of_one_layer_at_a_time(monkeypatch):
-    monkeypatch.setattr(triton_wide, "MOST_AT_ONCE", 2)
+def test_kernel_of_many_rows_reads_one_layer_of_a_stack():
     case = expert_case(4, rows=20, experts=6, chosen=2, width=192, hidden=64, dtype=jnp.bfloat16, padding=1)
     x, ids, routing, *matrices = case.arrays()
     stacks = jax.tree.map(lambda part: jnp.stack([jnp.full_like(part, 255), part]), matrices)
     joined = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stacks)
     options = {"swiglu_limit": 10.0, "quantize_hidden": True, "valid": jnp.asarray(case.valid)}
     found = triton.grouped_experts(
-        x, ids + 6, routing, *joined, layers=2, layer=jnp.int32(1), config=WIDE_TILES, interpret=True, **options
+        x, ids + 6, routing, *joined, layers=2, layer=jnp.int32(1), config=MANY_TILES, interpret=True, **options
     )
     assert_meaning(np.asarray(found), case)
 
 
-def test_many_rows_an_expert_take_wide_weights():
-    assert isinstance(triton.config_for(4096 * 6, 96, 5120, 2304, "cuda"), triton_wide.WideConfig)
-    assert isinstance(triton.config_for(2048 * 6, 96, 5120, 2304, "cuda"), triton.Config)
+@pytest.mark.parametrize(("rows", "of_block"), [(256, 32), (512, 64), (1024, 64), (4096, 128)])
+def test_many_rows_an_expert_take_a_kernel_of_their_own(rows, of_block):
+    config = triton.config_for(rows * 6, 96, 5120, 2304, "cuda")
+    assert isinstance(config, triton_many.ManyConfig) and config.rows == of_block
+    assert 5120 % config.outputs == 0 == 2304 % config.outputs and 2304 // 4 % config.inner == 0
+    assert isinstance(triton.config_for(128 * 6, 96, 5120, 2304, "cuda"), triton.Config)
+    assert isinstance(triton.config_for(512 * 6, 96, 5120, 2304, "rocm"), triton.Config)
 
 
-@pytest.mark.parametrize("pairs", [6, 48, 384, 2400, 12288])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 70])
+def test_blocks_of_few_rows_take_a_smaller_product(rows):
+    case = expert_case(
+        rows, rows=rows, experts=2, chosen=1, width=64, hidden=64, dtype=jnp.bfloat16, padding=1, poison_unused=False
+    )
+    case.expert_ids[:] = 1
+    assert_meaning(run_on_gpu(case, MANY_TILES), case)
+
+
+@pytest.mark.parametrize("pairs", [6, 48, 384, 1440])
 def test_tiles_of_the_release_divide_its_widths(pairs):
     config = triton.config_for(pairs, 96, 5120, 2304, "cuda")
     assert 5120 // 4 % config.hidden.inner == 0 == 2304 // 4 % config.down.inner
     assert 2304 % config.hidden.outputs == 0 == 5120 % config.down.outputs
 
 
-@pytest.mark.parametrize("tiles", [SMALL_TILES, WIDE_TILES])
+@pytest.mark.parametrize("tiles", [SMALL_TILES, MANY_TILES])
 def test_rows_of_no_block_are_neither_read_nor_written(tiles):
     """Blocks are rarely full: what lies where their spare rows point must not matter."""
     case = expert_case(8, rows=3, experts=3, chosen=1, width=192, hidden=64, dtype=jnp.bfloat16, padding=0)
@@ -214,7 +226,7 @@ IMPLEMENTATIONS = {
     "xla": lambda case: run(case, implementation="xla", **UNCLAMPED),
     "every expert": lambda case: run(case, dequantized=jnp.bfloat16, implementation="xla", **UNCLAMPED),
     "gpu": lambda case: run_on_gpu(case, SMALL_TILES, **UNCLAMPED),
-    "gpu, wide weights": lambda case: run_on_gpu(case, WIDE_TILES, **UNCLAMPED),
+    "gpu, many rows": lambda case: run_on_gpu(case, MANY_TILES, **UNCLAMPED),
     "tpu": lambda case: run_on_tpu(case, **UNCLAMPED),
 }
 

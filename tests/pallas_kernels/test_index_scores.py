@@ -40,8 +40,16 @@ def test_scores_equal_the_oracle_whatever_lies_past_the_bounds(index_format, row
         ("fp8", 7, 5, triton.Config(1, 1, 16, 2, 4, 2)),
         ("fp8", 9, 1, triton.Config(8, 4, 16, 3, 4, 2)),
         ("fp4", 11, 3, triton.Config(6, 4, 32, 1, 4, 2)),
+        ("fp8", 9, 2, triton.Config(8, 4, 32, 2, 4, 2, decoded=True)),
+        ("fp4", 11, 3, triton.Config(4, 4, 16, 2, 4, 2, decoded=True)),
     ],
-    ids=["a row a program, tiles in a page", "a group of one request", "rows of several requests, tiles over pages"],
+    ids=[
+        "a row a program, tiles in a page",
+        "a group of one request",
+        "rows of several requests, tiles over pages",
+        "keys decoded first, a tile past the end",
+        "keys decoded first, rows of several requests",
+    ],
 )
 def test_the_gpu_kernel_equals_the_oracle(index_format, rows, requests, config):
     case = index_case(rows, index_format=index_format, rows=rows, requests=requests, columns=3, heads=16)
@@ -123,6 +131,11 @@ def test_group_scales_far_apart_are_exact_to_float32():
     config = triton.Config(1, 1, 16, 1, 4, 2)
     found = triton.index_scores(*case.arrays, index_format="fp4", config=config, interpret=True)
     assert_scores(found, scores_oracle(case), tolerance=1e-6)
+
+
+def test_keys_are_decoded_first_where_that_is_a_small_part_of_the_work():
+    assert triton.config_for(4096, 1, 8192).decoded and triton.config_for(4096, 64, 65_536).decoded
+    assert not triton.config_for(384, 64, 65_536).decoded and not triton.config_for(64, 64, 65_536).decoded
 
 
 def test_pallas_is_the_kernel_of_the_target():

@@ -125,6 +125,7 @@ TRITON_CONFIGS = [
     triton.Config(keys=16, heads=16, parts=1, splits=1, num_warps=4, num_stages=1),
     triton.Config(keys=16, heads=32, parts=2, splits=3, num_warps=4, num_stages=1),
     triton.Config(keys=16, heads=16, parts=1, splits=6, num_warps=4, num_stages=1, joined=1),
+    triton.Config(keys=16, heads=16, parts=2, splits=1, num_warps=4, num_stages=1, apart=True),
 ]
 
 
