@@ -1,10 +1,12 @@
 """What a runner asks of XLA when it compiles a step."""
 
+import logging
+
 import jax
 import pytest
 
 from pallas_kernels import backend
-from v41jax.compiled_steps import compiler_options
+from v41jax.compiled_steps import Lowered, compiled, compiler_options
 from v41jax.layers.collectives import Parallel
 
 
@@ -21,6 +23,25 @@ from v41jax.layers.collectives import Parallel
 def test_kernels_run_side_by_side_on_one_nvidia_gpu(target, parallel, asked):
     with backend.use_target(backend.Target(*target)):
         assert bool(compiler_options(parallel)) == asked
+
+
+def test_what_the_user_says_of_an_option_stands(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--a --xla_gpu_command_buffer_scheduling_mode=SERIALIZE")
+    with backend.use_target(backend.Target("triton", "cuda")):
+        assert list(compiler_options(Parallel())) == ["xla_gpu_command_buffer_unroll_loops"]
+
+
+def lowered_with(options):
+    return Lowered(jax.jit(lambda x: x + 1).lower(1), lambda *given: given, options)
+
+
+def test_an_xla_without_an_option_compiles_without_it_and_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert compiled(lowered_with({"xla_gpu_of_another_version": True})).call(1) == 2
+    [warning] = caplog.messages
+    assert "without xla_gpu_of_another_version" in warning
+    with pytest.raises(Exception, match="no_such"):
+        compiled(lowered_with({"xla_gpu_command_buffer_scheduling_mode": "no_such"}))
 
 
 def test_a_cpu_is_asked_for_nothing():

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scheduler.pool_geometry import GeometryError
 from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN, load_expected
 from v41jax.engine import Engine
 from v41jax.engine_requests import Prompt
 from v41jax.full_forward import full_forward, load_model
+from v41jax.parameters import Leaf
 from v41jax.precision import Precision
 
 CHECKPOINT = GOLDEN / "five-layer"
@@ -55,6 +57,12 @@ def alone(engine, prompts):
 def test_a_cpu_widens_its_weights_at_load(engine):
     assert engine.weights == "dequantized"
     assert not any(leaf.dtype in (np.uint8, np.uint16) for leaf in jax.tree.leaves(engine.core.runner.params))
+
+
+def test_pages_that_do_not_fit_are_refused_before_a_weight_is_read(monkeypatch):
+    monkeypatch.setattr(Leaf, "read", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(GeometryError, match=r"num_pages 1000000000 of .* lower num_pages"):
+        Engine.from_checkpoint(CHECKPOINT, EngineConfig(num_pages=10**9), warm_up=False)
 
 
 def test_greedy_tokens_are_those_of_full_forwards(alone, prompts):

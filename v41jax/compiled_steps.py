@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from pallas_kernels import backend
 from v41jax.layers.collectives import Parallel
+
+Options = dict[str, str | bool]
+
+_log = logging.getLogger(__name__)
 
 
 class Lowered(NamedTuple):
@@ -17,12 +25,12 @@ class Lowered(NamedTuple):
     Attributes:
       program: what JAX lowered.
       prepare: makes the program's arguments of those of the pure function.
-      parallel: the mesh.
+      options: of its compilation, see `compiler_options`; the thread that compiles may not know the target.
     """
 
     program: Any
     prepare: Callable[..., Sequence[Any]]
-    parallel: Parallel
+    options: Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +48,8 @@ class CompiledStep:
     temporary_bytes: int
 
 
-def compiler_options(parallel: Parallel) -> dict[str, str | bool]:
-    """What XLA is asked of a step, by the names of its options.
+def compiler_options(parallel: Parallel) -> Options:
+    """What XLA is asked of a step, by the names of its options; nothing that `XLA_FLAGS` says already.
 
     On one NVIDIA GPU kernels of a captured graph run side by side where none needs the other, as those of the shared
     expert beside the routed ones (XLA's default runs them one after the other), and the layers of a run follow each
@@ -49,15 +57,31 @@ def compiler_options(parallel: Parallel) -> dict[str, str | bool]:
     """
     if parallel.chips > 1 or backend.current_target() != backend.Target("triton", "cuda"):
         return {}
-    return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_command_buffer_unroll_loops": True}
+    asked: Options = {
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+        "xla_gpu_command_buffer_unroll_loops": True,
+    }
+    given = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in asked.items() if name not in given}
 
 
 def compiled(lowered: Lowered) -> CompiledStep:
     """Compiles a program; other threads can trace meanwhile."""
     began = time.perf_counter()
-    executable = lowered.program.compile(compiler_options(lowered.parallel))
+    executable = _executable(lowered)
     seconds, prepare = time.perf_counter() - began, lowered.prepare
     return CompiledStep(lambda *arguments: executable(*prepare(*arguments)), seconds, temporary_bytes(executable))
+
+
+def _executable(lowered: Lowered) -> Any:
+    try:
+        return lowered.program.compile(lowered.options)
+    except jax.errors.JaxRuntimeError as error:
+        # Options come and go with XLA's versions, and are about speed only.
+        if not lowered.options or "No such compile option" not in str(error):
+            raise
+        _log.warning("steps are compiled without %s: %s", ", ".join(lowered.options), error)
+        return lowered.program.compile()
 
 
 def temporary_bytes(executable: Any) -> int:

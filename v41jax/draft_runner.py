@@ -18,7 +18,7 @@ from pallas_kernels import backend
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
-from v41jax.compiled_steps import Lowered
+from v41jax.compiled_steps import Lowered, compiler_options
 from v41jax.draft_parameters import DraftParameters
 from v41jax.dspark import DraftBlock, check_draft
 from v41jax.model import ModelSetup
@@ -218,4 +218,4 @@ class DraftRunner(ModelRunner):
 
         words = jax.ShapeDtypeStruct((packing.words,), jnp.int32)
         lowered = jax.jit(packed_draft, donate_argnums=1).lower(weights, pools, words)
-        return Lowered(lowered, prepare, self.setup.parallel)
+        return Lowered(lowered, prepare, compiler_options(self.setup.parallel))

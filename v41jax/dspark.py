@@ -297,7 +297,7 @@ def draft_stage(
     """One stage: a window-only layer whose rows all see the context window and every key of their own block.
 
     Args:
-      weights: of the stage, no leading axis.
+      weights: of the stage, of `layer_of_run` where it is one of a stack.
       streams: [R * T, S, D] activation dtype.
       pre_mix: [R * T, S] float32.
       rows: from `block_rows`.

@@ -43,7 +43,7 @@ from v41jax.engine_requests import Delta, Generation, LiveRequest, Prompt
 from v41jax.engine_thread import EngineThread
 from v41jax.engram_device_tables import EngramDeviceTables
 from v41jax.engram_lookup import EngramLookup
-from v41jax.held_weights import accepts_images, arranges_experts, precision_of
+from v41jax.held_weights import abstract_held, accepts_images, arranges_experts, precision_of
 from v41jax.host_joining import describe
 from v41jax.host_options import hosts_of, shared_of
 from v41jax.image_leases import ImageCapacityError
@@ -134,6 +134,7 @@ class Engine:
           RuntimeConfigError: with every option that cannot be served, alone or on this mesh; nothing was read.
           HostsError: the processes of the service do not agree, or did not come.
           MeshError: there are too few devices.
+          GeometryError: the devices do not hold the weights and a page, or not `num_pages`; these are refused unread.
           CheckpointError: with every fault of the weights' files.
           ProfileError: the calibration profile was not measured with this model, device and options.
         """
@@ -165,6 +166,11 @@ class Engine:
             if drafts:
                 check_draft(setup)
             profile = matching_profile(config, directory, setup, weights)
+            max_model_len = config.model_len(view)
+            if config.num_pages is not None:
+                # To refuse before the weights are read; they are counted again as they lie there.
+                expected = abstract_held(config, checkpoint.config, parallel, max_model_len, sees=sees)
+                plan_pools(config.of_shard(), setup, expected)
             lookup, tables_held = None, None
             if checkpoint.config.text.engram_layer_ids:
                 token_map = load_token_map(directory, checkpoint.config)
@@ -176,7 +182,6 @@ class Engine:
                     tables = EngramTables.open(checkpoint)
                 resources.append(tables)
                 lookup = EngramLookup(checkpoint.config, token_map, tables)
-            max_model_len = config.model_len(view)
             load = {"max_model_len": max_model_len, "form": weights, "dtype": precision.activation_dtype}
             mesh = make_mesh(parallel) if on_mesh else None
             if mesh is None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
-from v41jax.compiled_steps import Lowered
+from v41jax.compiled_steps import Lowered, compiler_options
 from v41jax.draft_parameters import DraftParameters, draft_leaves
 from v41jax.draft_runner import DraftingWeights, DraftRunner, verified_output
 from v41jax.dspark import DraftBlock, DraftRequests, committed_requests, draft_hidden, propose
@@ -158,4 +158,4 @@ class MeshDraftRunner(DraftRunner, MeshRunner):
             out_shardings=shardings(self.mesh, results),
         )
         # Not packed: every shard is sent its own rows only.
-        return Lowered(draft.lower(*arguments), lambda *given: given, self.setup.parallel)
+        return Lowered(draft.lower(*arguments), lambda *given: given, compiler_options(self.setup.parallel))

@@ -19,7 +19,7 @@ from scheduler import pools as pool_arrays
 from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.pools import Pools
-from v41jax.compiled_steps import Lowered
+from v41jax.compiled_steps import Lowered, compiler_options
 from v41jax.draft_parameters import DraftParameters
 from v41jax.layers.collectives import DATA, MODEL, Parallel
 from v41jax.layers.rows import Phase
@@ -186,7 +186,7 @@ class MeshRunner(ModelRunner):
     def _lowered_step(self, shape: StepShape, arguments: Sequence[Any]) -> Lowered:
         # Not packed: every shard is sent its own rows only.
         step = jit_on_mesh(self.step_function(shape), self.mesh, self.setup, arguments)
-        return Lowered(step.lower(*arguments), lambda *given: given, self.setup.parallel)
+        return Lowered(step.lower(*arguments), lambda *given: given, compiler_options(self.setup.parallel))
 
     def _no_edits(self, outputs: int) -> LogitEdits:
         # On the host: an array on one device is no argument for a program of many processes.

@@ -27,7 +27,7 @@ from scheduler.batch import BatchStep, EngramRows
 from scheduler.buckets import StepShape
 from scheduler.states import StateMaintenanceOps
 from v41jax.bounded_replay import take_rows
-from v41jax.compiled_steps import CompiledStep, Lowered, compiled
+from v41jax.compiled_steps import CompiledStep, Lowered, compiled, compiler_options
 from v41jax.flow import Flow
 from v41jax.layers.rows import Phase
 from v41jax.layers.vision import write_image_rows
@@ -276,7 +276,7 @@ class ModelRunner:
             return step(*packing.unpack(*packed))
 
         lowered = jax.jit(packed_step, donate_argnums=(1, 2)).lower(*packing.abstract)
-        return Lowered(lowered, packing.pack, self.setup.parallel)
+        return Lowered(lowered, packing.pack, compiler_options(self.setup.parallel))
 
     @property
     def pools(self) -> Pools:

@@ -90,14 +90,17 @@ def gpu_builds() -> Iterator[Build]:
             functools.partial(attention_triton.sparse_attention, rotate_query=True, **attention_options(packed)),
             attention_arguments(rows, packed, fresh),
         )
-    for rows in (1, 64, 4096):
+    # 192 and 640: what lies between few rows an expert and many, 24 and 80 of them.
+    both: tuple[Order, ...] = ("released", "arranged")
+    for rows, orders in ((1, both), (64, both), (192, both[1:]), (640, both[1:]), (4096, both)):
 
         def experts(*arguments: Any) -> jax.Array:
             *operands, valid = arguments
             return experts_triton.grouped_experts(*operands, swiglu_limit=10.0, quantize_hidden=True, valid=valid)
 
-        yield Build(f"grouped_experts {rows} rows", experts, expert_arguments(rows))
-        yield Build(f"grouped_experts {rows} rows, arranged", experts, expert_arguments(rows, "arranged"))
+        for order in orders:
+            name = f"grouped_experts {rows} rows" + (", arranged" if order == "arranged" else "")
+            yield Build(name, experts, expert_arguments(rows, order))
     for rows, outputs, inputs in ((1, 32_768, 1280), (64, 5120, 8192)):
         yield Build(
             f"block_scaled_linear {rows} rows, {inputs} -> {outputs}",

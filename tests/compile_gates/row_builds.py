@@ -18,7 +18,7 @@ def gpu_builds() -> Iterator[Build]:
     """Every Triton-route kernel of `quantized_rows` and `grouped_linear`."""
     made = {"quantize": True}
     dtype = {"dtype": jnp.dtype(jnp.bfloat16)}
-    for rows in (1, 64):
+    for rows in (1, 64, 128):
         yield Build(
             f"collapsed_rows {rows} rows",
             functools.partial(triton.collapsed_rows, epsilon=1e-20, codes="arranged", **made),
@@ -34,11 +34,12 @@ def gpu_builds() -> Iterator[Build]:
         functools.partial(triton.normalized_rows, epsilon=1e-20, **made, **dtype),
         (shape((10, 64, LATENT), jnp.float32), shape((LAYERS, LATENT), jnp.bfloat16), shape((), jnp.int32)),
     )
-    yield Build(
-        "gated_rows 64 rows",
-        functools.partial(triton.gated_rows, limit=10.0, **made, **dtype),
-        tuple(shape((7, 64, HIDDEN), jnp.float32) for _ in range(2)),
-    )
+    for rows in (64, 128):
+        yield Build(
+            f"gated_rows {rows} rows",
+            functools.partial(triton.gated_rows, limit=10.0, **made, **dtype),
+            tuple(shape((7, rows, HIDDEN), jnp.float32) for _ in range(2)),
+        )
     for name, counts, groups, outputs, inputs in (("", (1, 64), 8, 1024, 4096), (" of a router", (6,), 1, 384, WIDTH)):
         for rows in counts:
             yield Build(

@@ -67,6 +67,15 @@ def test_few_rows_on_a_gpu_read_the_router_s_weight_in_its_run(rows, kernel):
         assert ("dynamic_slice" in traced) != expected, "a slice in front of a product is a copy"
 
 
+def test_a_widened_router_is_not_reported_as_a_product_that_was_asked_of_xla():
+    run, chosen = OfRun(jnp.zeros((3, 24, 64), jnp.bfloat16), jnp.int32(1)), {}
+    with backend.use_target(backend.Target("triton", "cuda")), backend.recording(chosen):
+        jax.eval_shape(lambda x: router_logits(x, run, "auto"), jnp.zeros((2, 64), jnp.float32))
+        assert not chosen
+        jax.eval_shape(lambda x: router_logits(x, run, "auto"), jnp.zeros((2, 64), jnp.bfloat16))
+    assert list(chosen) == ["grouped_linear"]
+
+
 def test_ties_go_to_the_smaller_expert():
     assert routed([1.0, 2.0, 1.0, 1.0]).experts[0].tolist() == [0, 1]
     assert routed([0.5, 0.5, 0.5, 0.5]).experts[0].tolist() == [0, 1]

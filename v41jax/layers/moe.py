@@ -123,12 +123,12 @@ def router_logits(normalized: Array, weight: Array | OfRun, kernels: str) -> Arr
       kernels: implementation of the operation.
     """
     stack, layer = stack_and_layer(weight)
-    if layer is not None and len(normalized) > 1:
+    # A widened weight of a comparison has no kernel, and is no reason to refuse the others.
+    narrow = normalized.dtype == stack.dtype == jnp.bfloat16
+    if layer is not None and narrow and len(normalized) > 1:
         rows, run = normalized[:, None], stack[:, None]
-        # A widened weight of a comparison has no kernel, and is no reason to refuse the others.
-        chosen = kernels if rows.dtype == run.dtype == jnp.bfloat16 else "xla"
-        if reads_run(rows, run, implementation=chosen):
-            return jnp.sum(grouped_linear(rows, run, layer=layer, implementation=chosen), axis=0)
+        if reads_run(rows, run, implementation=kernels):
+            return jnp.sum(grouped_linear(rows, run, layer=layer, implementation=kernels), axis=0)
     return product(normalized, weight_of(weight))
 
 
