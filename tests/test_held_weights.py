@@ -16,7 +16,8 @@ CUDA, ROCM = backend.Target("triton", "cuda"), backend.Target("triton", "rocm")
     ("target", "options", "on_mesh", "arranges"),
     [
         (CUDA, {}, False, True),
-        (ROCM, {"kernels": "pallas"}, False, True),
+        (CUDA, {"kernels": "pallas"}, False, True),
+        (ROCM, {}, False, False),
         (CUDA, {"kernels": "xla"}, False, False),
         (CUDA, {"dtype": "float32"}, False, False),
         (CUDA, {}, True, False),
@@ -24,7 +25,7 @@ CUDA, ROCM = backend.Target("triton", "cuda"), backend.Target("triton", "rocm")
         (None, {}, False, False),
     ],
 )
-def test_experts_are_arranged_where_the_kernel_of_one_gpu_reads_them(target, options, on_mesh, arranges):
+def test_experts_are_arranged_where_the_kernel_of_one_nvidia_gpu_reads_them(target, options, on_mesh, arranges):
     config = EngineConfig(**{"dtype": "bfloat16", **options})
     with contextlib.nullcontext() if target is None else backend.use_target(target):
         assert arranges_experts(config, preset("v4.1-flash").text, on_mesh=on_mesh) == arranges

@@ -203,5 +203,7 @@ def test_a_page_that_may_hold_an_image_needs_room_for_it():
 
 
 def test_memory_without_room_for_a_page_is_refused():
-    with pytest.raises(GeometryError):
-        plan_pools(shard(max_num_batched_tokens=1 << 20), planner().setup(MESH), weights(1), device_bytes=8 * GIB)
+    with pytest.raises(GeometryError, match="hold") as refused:
+        plan_pools(shard(max_num_batched_tokens=1 << 20), planner().setup(MESH), weights(77), device_bytes=8 * GIB)
+    [fault] = refused.value.faults
+    assert f"device's {8 * GIB} bytes" in fault and "weights of 77 bytes" in fault and "temporaries of" in fault

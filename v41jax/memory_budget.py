@@ -131,9 +131,16 @@ def plan_pools(config: EngineConfig, setup: ModelSetup, held: Held, *, device_by
     else:
         budget = int(device_bytes * config.memory_utilization) - scratch - weights - adjustments
         budget = budget if most is None else min(budget, most)
-        pages = geometry.pages_for_budget(budget, slots)
-        if keeps_images:
-            pages = pages_beside_images(geometry, budget - slots * geometry.state_bytes)
+        try:
+            pages = geometry.pages_for_budget(budget, slots)
+            if keeps_images:
+                pages = pages_beside_images(geometry, budget - slots * geometry.state_bytes)
+        except GeometryError as error:
+            left = (
+                f"{config.memory_utilization} of the device's {device_bytes} bytes are to be used, less weights of "
+                f"{weights} bytes, temporaries of {scratch} bytes and logit adjustments of {adjustments} bytes"
+            )
+            raise GeometryError([f"{reason} ({left})" for reason in error.faults]) from None
     images = pages // geometry.units_per_image if keeps_images else 0
     needed = weights + scratch + adjustments + slots * geometry.state_bytes
     needed += pages * geometry.page_unit_bytes + images * geometry.image_bytes
