@@ -111,8 +111,9 @@ def largest_slice(jaxpr, inside=False):
     for equation in jaxpr.eqns:
         loops = inside or equation.primitive.name in ("scan", "while")
         if equation.primitive.name == "scan":
-            parts = equation.invars[equation.params["num_consts"] + equation.params["num_carry"] :]
-            sizes += [size_of(part.aval) // part.aval.shape[0] for part in parts]
+            body = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+            pairs = zip(equation.invars, body.invars, strict=True)
+            sizes += [size_of(part.aval) for given, part in pairs if given.aval.shape != part.aval.shape]
         if inside and equation.primitive.name in ("dynamic_slice", "slice", "gather"):
             sizes.append(size_of(equation.outvars[0].aval))
         if equation.primitive.name != "pallas_call":
