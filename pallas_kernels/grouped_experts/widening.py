@@ -78,28 +78,14 @@ def widen_e2m1(words: Array, scales: Array, order: Order, cuda: bool) -> list[Ar
     E8M0.
     """
     if not cuda:
-        return _widen(words, _spread(_powers(scales), words.shape, order), order, cuda)
-    return _widen(words, _spread(factors(scales), words.shape, order), order, cuda)
-
-
-def widen_words(words: Array, scales: Array, order: Order, cuda: bool) -> list[Array]:
-    """The same with the scale of every word, [a, b], and words in any order; for tiles that no tensor core reads."""
-    return _widen(words, factors(scales) if cuda else _powers(scales), order, cuda)
-
-
-def _powers(scales: Array) -> Array:
-    """uint8 E8M0 -> the factors of `scaled_e2m1`'s values, float32."""
-    return decode_e8m0(scales.astype(jnp.int32)) * 2.0**14
-
-
-def _widen(words: Array, factor: Array, order: Order, cuda: bool) -> list[Array]:
-    if not cuda:
-        return [(scaled_e2m1(words, *field) * factor).astype(jnp.bfloat16) for field in FIELDS[order]]
+        powers = _spread(decode_e8m0(scales.astype(jnp.int32)) * 2.0**14, words.shape, order)
+        return [(scaled_e2m1(words, *field) * powers).astype(jnp.bfloat16) for field in FIELDS[order]]
+    spread = _spread(factors(scales), words.shape, order)
     parts = []
     for field in FIELDS[order]:
         [values] = backend.triton().elementwise_inline_asm(
             e2m1_cuda(*field),
-            args=[words, factor],
+            args=[words, spread],
             constraints="=r,r,r",
             pack=2,
             result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],

@@ -4,7 +4,7 @@ A program scores 64 heads with all dims of a tile of rows and sums one of `cuts`
 hold the sums without spilling and their warp group multiplies nothing twice. What decides the time is latency: which
 row of the plane an entry is, is looked up once and written to scratch, and where the pipeline is deep enough it is
 read a tile ahead, so that the copies of rows into shared memory wait for nothing. Few query rows cut their list, too;
-the sums are then joined by the join kernel of `triton`, as of its own splits.
+the sums are then joined by the kernel of `joining`, as those of `triton`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import by_residue, in_words
 from pallas_kernels.sparse_attention import row_widening
-from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated
+from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated, row_of
 from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
 from pallas_kernels.triton_widening import packed_instructions
 
@@ -206,11 +206,7 @@ def _kernel(
     first_head, rest = lax.rem(rest, head_blocks) * HEADS, lax.div(rest, head_blocks)
     split, row = lax.rem(rest, splits), lax.div(rest, splits)
     heads = pl.ds(first_head, HEADS)
-    batch = _load(batch_ref.at[row])
-    live = batch >= 0
-    request = jnp.where(live, batch, 0)
-    position = _load(positions_ref.at[row])
-    lowest = jnp.maximum(jnp.maximum(_load(floor_ref.at[row]), position - geometry.window + 1), 0)
+    live, request, position, lowest = row_of(row, batch_ref, positions_ref, floor_ref, geometry.window)
     slot = offset_ref[0] + _load(slots_ref.at[request])
     turn = lax.rem(lowest, geometry.ring)
 

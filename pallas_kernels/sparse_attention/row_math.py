@@ -16,6 +16,19 @@ LOG2_E = math.log2(math.e)
 """Scores are kept in base 2, for which GPUs have an instruction."""
 
 
+def row_of(
+    row: Array, batch_ref: object, positions_ref: object, floor_ref: object, window: int
+) -> tuple[Array, Array, Array, Array]:
+    """Of a query row: whether it has a request, which (0 without), its position and the first one of its window."""
+    load = backend.triton().load
+    batch = load(batch_ref.at[row])
+    live = batch >= 0
+    request = jnp.where(live, batch, 0)
+    position = load(positions_ref.at[row])
+    lowest = jnp.maximum(jnp.maximum(load(floor_ref.at[row]), position - window + 1), 0)
+    return live, request, position, lowest
+
+
 def rotated(
     values: Array, first_dim: Array | int, width: int, cos_ref: object, sin_ref: object, row: Array, back: bool
 ) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from pallas_kernels import backend
 from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1, scaled_e4m3
 from pallas_kernels.rotation import rotate
 from pallas_kernels.sparse_attention import decode
-from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated
+from pallas_kernels.sparse_attention.joining import Cut, finish, join
+from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated, row_of
 from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
 
 Array = jax.Array
@@ -199,37 +199,6 @@ def _accumulate(
     return new_peak, total, sums
 
 
-def _finish(
-    refs: tuple,
-    row: Array,
-    first_head: Array,
-    heads: int,
-    peak: Array,
-    total: Array,
-    sums: tuple,
-    width: int,
-    start: Array | int = 0,
-) -> None:
-    """Adds the sink, divides, rounds, rotates back and stores; a row without keys or request stores zeros.
-
-    The pieces of `sums` are the dims from `start` on.
-    """
-    sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref = refs
-    head = first_head + jnp.arange(heads, dtype=jnp.int32)
-    present = head < out_ref.shape[1]
-    sink = backend.triton().load(sink_ref.at[jnp.full((heads,), layer_ref[0]), jnp.where(present, head, 0)])
-    total = total + jnp.exp2(sink * jnp.float32(LOG2_E) - peak)
-    for piece, part in enumerate(sums):
-        size = part.shape[1]
-        quotient = (part / total[:, None]).astype(jnp.bfloat16)
-        turned = rotated(quotient, start + piece * size, width, cos_ref, sin_ref, row, back=True)
-        backend.triton().store(
-            out_ref.at[row, pl.ds(first_head, heads), pl.ds(start + piece * size, size)],
-            jnp.where(live, turned, jnp.zeros_like(turned)),
-            mask=present[:, None],
-        )
-
-
 def _walk_kernel(
     query_ref: object,
     sink_ref: object,
@@ -276,11 +245,7 @@ def _walk_kernel(
             else part
             for p, part in enumerate(query)
         ]
-    batch = backend.triton().load(batch_ref.at[row])
-    live = batch >= 0
-    request = jnp.where(live, batch, 0)
-    position = backend.triton().load(positions_ref.at[row])
-    lowest = jnp.maximum(jnp.maximum(backend.triton().load(floor_ref.at[row]), position - geometry.window + 1), 0)
+    live, request, position, lowest = row_of(row, batch_ref, positions_ref, floor_ref, geometry.window)
     sources = []
     if geometry.selected:
 
@@ -349,7 +314,7 @@ def _walk_kernel(
     peak, total, sums = state
     if config.splits == 1:
         refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_refs[0])
-        _finish(refs, row, first_head, config.heads, peak, total, sums, width)
+        finish(refs, row, first_head, config.heads, peak, total, sums, width)
         return
     sums_ref, peak_ref, total_ref = out_refs
     heads = pl.ds(first_head, config.heads)
@@ -357,54 +322,6 @@ def _walk_kernel(
     backend.triton().store(total_ref.at[row, split, heads], total, mask=present)
     for piece, part in enumerate(sums):
         backend.triton().store(sums_ref.at[row, split, heads, pl.ds(piece * size, size)], part, mask=present[:, None])
-
-
-def _join_kernel(
-    sums_ref: object,
-    peak_ref: object,
-    total_ref: object,
-    sink_ref: object,
-    layer_ref: object,
-    batch_ref: object,
-    cos_ref: object,
-    sin_ref: object,
-    out_ref: object,
-    *,
-    heads: int,
-    splits: int,
-    cuts: int,
-    width: int,
-) -> None:
-    """Joins the splits of a few heads of one query row, for one of `cuts` parts of the dims."""
-    program = pl.program_id(0)
-    cut, program = lax.rem(program, cuts), lax.div(program, cuts)
-    size = width // cuts
-    head_blocks = -(-out_ref.shape[1] // heads)
-    first_head = (program % head_blocks) * heads
-    row = program // head_blocks
-    block = pl.ds(first_head, heads)
-    present = first_head + jnp.arange(heads, dtype=jnp.int32) < out_ref.shape[1]
-
-    def load(ref: object, split: int) -> Array:
-        place = pl.ds(split * cuts + cut, 1)
-        return backend.triton().load(ref.at[row, place, block], mask=present[None, :], other=0.0).reshape(heads)
-
-    peaks = [load(peak_ref, s) for s in range(splits)]
-    peak = functools.reduce(jnp.maximum, peaks)
-    total = jnp.zeros((heads,), jnp.float32)
-    sums = jnp.zeros((heads, size), jnp.float32)
-    for s in range(splits):
-        shrink = jnp.exp2(peaks[s] - peak)
-        total += shrink * load(total_ref, s)
-        part = backend.triton().load(
-            sums_ref.at[row, pl.ds(s, 1), block, pl.ds(cut * size, size)],
-            mask=jnp.broadcast_to(present[None, :, None], (1, heads, size)),
-            other=0.0,
-        )
-        sums += shrink[:, None] * part.reshape(heads, size)
-    live = backend.triton().load(batch_ref.at[row]) >= 0
-    refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref)
-    _finish(refs, row, first_head, heads, peak, total, (sums,), width, cut * size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -498,8 +415,8 @@ def sparse_attention(
         )
         if config.splits == 1:
             return results[0]
-        cut = _Cut(heads=1, splits=config.splits, cuts=config.cuts)
-        return _join(results, sink, layer, batch_ids, cos, sin, query, cut, interpret)
+        cut = Cut(heads=1, splits=config.splits, cuts=config.cuts)
+        return join(results, sink, layer, batch_ids, cos, sin, query, cut, interpret)
     config = config or config_for(rows, heads, width, listed, generation)
     if rotate_query and config.heads > MOST_ROTATED:
         query, rotate_query = rotate(query, cos, sin), False
@@ -564,38 +481,5 @@ def sparse_attention(
     )(*operands)
     if config.splits == 1:
         return results[0]
-    cut = _Cut(heads=config.joined, splits=config.splits, cuts=1)
-    return _join(results, operands[1], layer, batch_ids, cos, sin, query, cut, interpret)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """How sums were cut: among `splits` pieces of the list and `cuts` of the dims. A program joins `heads` of a row."""
-
-    heads: int
-    splits: int
-    cuts: int
-
-
-def _join(
-    results: Sequence[Array],
-    sink: Array,
-    layer: Array,
-    batch_ids: Array,
-    cos: Array,
-    sin: Array,
-    query: Array,
-    cut: _Cut,
-    interpret: bool,
-) -> Array:
-    """[N, H, d] like `query` from sums [N, splits, H, d] and their peaks and totals [N, splits cuts, H]."""
-    rows, heads, width = query.shape
-    return backend.triton_call(
-        functools.partial(_join_kernel, **dataclasses.asdict(cut), width=width),
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(rows * -(-heads // cut.heads) * cut.cuts,),
-        num_warps=4,
-        num_stages=1,
-        interpret=interpret,
-        name="sparse_attention_join",
-    )(*results, sink, layer, batch_ids, cos, sin)
+    cut = Cut(heads=config.joined, splits=config.splits, cuts=1)
+    return join(results, operands[1], layer, batch_ids, cos, sin, query, cut, interpret)

@@ -1,0 +1,129 @@
+"""The end of sparse attention on GPUs: the sums of splits become results, in one kernel for every way to cut them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How sums were cut: among `splits` pieces of the list and `cuts` of the dims. A program joins `heads` of a row."""
+
+    heads: int
+    splits: int
+    cuts: int
+
+
+def finish(
+    refs: tuple,
+    row: Array,
+    first_head: Array,
+    heads: int,
+    peak: Array,
+    total: Array,
+    sums: tuple,
+    width: int,
+    start: Array | int = 0,
+) -> None:
+    """Adds the sink, divides, rounds, rotates back and stores; a row without keys or request stores zeros.
+
+    The pieces of `sums` are the dims from `start` on.
+    """
+    sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref = refs
+    head = first_head + jnp.arange(heads, dtype=jnp.int32)
+    present = head < out_ref.shape[1]
+    sink = backend.triton().load(sink_ref.at[jnp.full((heads,), layer_ref[0]), jnp.where(present, head, 0)])
+    total = total + jnp.exp2(sink * jnp.float32(LOG2_E) - peak)
+    for piece, part in enumerate(sums):
+        size = part.shape[1]
+        quotient = (part / total[:, None]).astype(jnp.bfloat16)
+        turned = rotated(quotient, start + piece * size, width, cos_ref, sin_ref, row, back=True)
+        backend.triton().store(
+            out_ref.at[row, pl.ds(first_head, heads), pl.ds(start + piece * size, size)],
+            jnp.where(live, turned, jnp.zeros_like(turned)),
+            mask=present[:, None],
+        )
+
+
+def _join_kernel(
+    sums_ref: object,
+    peak_ref: object,
+    total_ref: object,
+    sink_ref: object,
+    layer_ref: object,
+    batch_ref: object,
+    cos_ref: object,
+    sin_ref: object,
+    out_ref: object,
+    *,
+    heads: int,
+    splits: int,
+    cuts: int,
+    width: int,
+) -> None:
+    """Joins the splits of a few heads of one query row, for one of `cuts` parts of the dims."""
+    program = pl.program_id(0)
+    cut, program = lax.rem(program, cuts), lax.div(program, cuts)
+    size = width // cuts
+    head_blocks = -(-out_ref.shape[1] // heads)
+    first_head = (program % head_blocks) * heads
+    row = program // head_blocks
+    block = pl.ds(first_head, heads)
+    present = first_head + jnp.arange(heads, dtype=jnp.int32) < out_ref.shape[1]
+
+    def load(ref: object, split: int) -> Array:
+        place = pl.ds(split * cuts + cut, 1)
+        return backend.triton().load(ref.at[row, place, block], mask=present[None, :], other=0.0).reshape(heads)
+
+    peaks = [load(peak_ref, s) for s in range(splits)]
+    peak = functools.reduce(jnp.maximum, peaks)
+    total = jnp.zeros((heads,), jnp.float32)
+    sums = jnp.zeros((heads, size), jnp.float32)
+    for s in range(splits):
+        shrink = jnp.exp2(peaks[s] - peak)
+        total += shrink * load(total_ref, s)
+        part = backend.triton().load(
+            sums_ref.at[row, pl.ds(s, 1), block, pl.ds(cut * size, size)],
+            mask=jnp.broadcast_to(present[None, :, None], (1, heads, size)),
+            other=0.0,
+        )
+        sums += shrink[:, None] * part.reshape(heads, size)
+    live = backend.triton().load(batch_ref.at[row]) >= 0
+    refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref)
+    finish(refs, row, first_head, heads, peak, total, (sums,), width, cut * size)
+
+
+def join(
+    results: Sequence[Array],
+    sink: Array,
+    layer: Array,
+    batch_ids: Array,
+    cos: Array,
+    sin: Array,
+    query: Array,
+    cut: Cut,
+    interpret: bool,
+) -> Array:
+    """[N, H, d] like `query` from sums [N, splits, H, d] and their peaks and totals [N, splits cuts, H]."""
+    rows, heads, width = query.shape
+    return backend.triton_call(
+        functools.partial(_join_kernel, **dataclasses.asdict(cut), width=width),
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid=(rows * -(-heads // cut.heads) * cut.cuts,),
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        name="sparse_attention_join",
+    )(*results, sink, layer, batch_ids, cos, sin)
