@@ -321,13 +321,13 @@ def publish(weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: P
     geometry = setup.geometry
     flow = engram_update(weights, topology, flow, step)
     owner = geometry.owners.index((topology.index, topology.ratio))
-    tail = geometry.tail_owners.index(owner) if topology.ratio > 1 else None
     memory = OwnerMemory(
         main=pools.main[owner],
         index_values=pools.index_values[owner],
         index_scales=pools.index_scales[owner],
-        tail_kv=None if tail is None else pools.tail_kv[tail],
-        tail_score=None if tail is None else pools.tail_score[tail],
+        tail_kv=pools.tail_kv,
+        tail_score=pools.tail_score,
+        tail=geometry.tail_owners.index(owner) if topology.ratio > 1 else None,
     )
     memory = compress(
         attention_input(weights, flow, setup).rounded,
@@ -345,16 +345,12 @@ def publish(weights: LayerWeights, topology: LayerTopology, flow: Flow, pools: P
     def put(group: tuple, value: Array | None) -> tuple:
         return (*group[:owner], value, *group[owner + 1 :])
 
-    pools = pools.replace(
+    return pools.replace(
         main=put(pools.main, memory.main),
         index_values=put(pools.index_values, memory.index_values),
         index_scales=put(pools.index_scales, memory.index_scales),
-    )
-    if tail is None:
-        return pools
-    return pools.replace(
-        tail_kv=pools.tail_kv.at[tail].set(memory.tail_kv),
-        tail_score=pools.tail_score.at[tail].set(memory.tail_score),
+        tail_kv=memory.tail_kv,
+        tail_score=memory.tail_score,
     )
 
 

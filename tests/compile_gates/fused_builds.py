@@ -82,7 +82,7 @@ def router_arguments(rows: int) -> tuple:
 
 def pooled(normalized: jax.Array, weights: Any, memory: Any, plan: CompressionPlan, requests: Requests) -> tuple:
     """Ratio-2 latents and the tails, without the writes to pages."""
-    latent, memory = compressor._latents(normalized, weights, memory, plan, requests, 2, TEXT)
+    latent, memory = compressor._latents(normalized, weights, memory._replace(tail=0), plan, requests, 2, TEXT)
     return latent, memory.tail_kv, memory.tail_score
 
 
@@ -90,7 +90,7 @@ def pooling_arguments(rows: int) -> tuple:
     """Operands of `pooled`: half of the rows close a group."""
     width, closing, tails = TEXT.head_dim, max(1, rows // 2), min(rows, SLOTS)
     integers = [shape((count,), jnp.int32) for count in (closing,) * 4 + (tails,) * 3]
-    tail = shape((SLOTS, RING_C, width), jnp.float32)
+    tail = shape((1, SLOTS, RING_C, width), jnp.float32)
     return (
         shape((rows, TEXT.hidden_size), jnp.bfloat16),
         compressor.CompressorWeights(
@@ -99,7 +99,7 @@ def pooling_arguments(rows: int) -> tuple:
             None,
             None,
         ),
-        compressor.OwnerMemory(None, None, None, tail, tail),
+        compressor.OwnerMemory(None, None, None, tail, tail, None),
         CompressionPlan(*integers),
         Requests(shape((SLOTS,), jnp.int32), shape((SLOTS, COLUMNS), jnp.int32)),
     )

@@ -57,10 +57,10 @@ def compressed(ratio: int, plan: CompressionPlan, projections: np.ndarray):
         wk=jnp.eye(32),
         k_norm=jnp.ones(32),
     )
-    tail = None if ratio == 1 else jnp.full((SLOTS, 2, 32), 5.0)
-    memory = OwnerMemory(
-        jnp.full((6, 8 // ratio, 32), jnp.nan), jnp.full((6, 8 // ratio, 32), jnp.nan), None, tail, tail
-    )
+    # The tails of another owner lie before its own.
+    tails = jnp.full((2, SLOTS, 2, 32), 5.0)
+    rows = jnp.full((6, 8 // ratio, 32), jnp.nan)
+    memory = OwnerMemory(rows, rows, None, tails, tails, None if ratio == 1 else 1)
     requests = Requests(jnp.array([1, 0]), jnp.array([[4, 2], [3, 0]]))
     table = build_table(plain_frequencies(10.0, 2), 32)
     return compress(
@@ -102,7 +102,8 @@ def test_ratio_two_pools_a_tail_with_the_row_that_closes_its_group():
     share = np.exp(5) / (np.exp(5) + 1)
     assert np.allclose(main[4, 1, :30], normalized(share * 5 + (1 - share) * values[0])[:30], atol=1e-5)
     assert np.allclose(main[3, 0, :30], normalized((values[1] + values[2]) / 2)[:30], atol=1e-5)
-    tail = np.asarray(memory.tail_kv)
+    other, tail = np.asarray(memory.tail_kv)
+    assert (other == 5).all()
     assert np.allclose(tail[0, 0], values[3], atol=1e-6)
     assert (tail[1] == 5).all() and (tail[2] == 5).all() and (tail[0, 1] == 5).all()
 

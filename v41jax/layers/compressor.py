@@ -49,21 +49,23 @@ class CompressorWeights(NamedTuple):
 
 
 class OwnerMemory(NamedTuple):
-    """The pool arrays of one owner.
+    """The pool arrays of one owner, and those of all tails, which are written in place.
 
     Attributes:
       main: [pages, rows, row].
       index_values: [pages, rows, ...].
       index_scales: [pages, rows] float32, [pages, rows, I / 32] uint8, or None.
-      tail_kv: [slots, ring_c, d] float32; None at ratio 1.
+      tail_kv: [ratio-2 owners, slots, ring_c, d] float32.
       tail_score: same.
+      tail: the owner's place in them; None at ratio 1.
     """
 
     main: Array
     index_values: Array
     index_scales: Array | None
-    tail_kv: Array | None
-    tail_score: Array | None
+    tail_kv: Array
+    tail_score: Array
+    tail: int | None
 
 
 def compress(
@@ -141,7 +143,8 @@ def _latents(
 
     kv = product(normalized, weights.wkv)
     score = product(normalized, weights.wgate)
-    slots, ring_c, _ = memory.tail_kv.shape
+    own = memory.tail
+    _, slots, ring_c, _ = memory.tail_kv.shape
     slot = requests.slots[jnp.maximum(plan.requests, 0)]
     member_kv, member_score = [], []
     for member in range(ratio):
@@ -149,8 +152,8 @@ def _latents(
         row = jnp.maximum(closing - back, 0)
         tail = jnp.maximum(plan.positions - back, 0) % ring_c
         stored = (member < plan.from_tail)[:, None]
-        member_kv.append(jnp.where(stored, memory.tail_kv[slot, tail], kv[row]))
-        member_score.append(jnp.where(stored, memory.tail_score[slot, tail], score[row]))
+        member_kv.append(jnp.where(stored, memory.tail_kv[own, slot, tail], kv[row]))
+        member_score.append(jnp.where(stored, memory.tail_score[own, slot, tail], score[row]))
     shares = jax.nn.softmax(jnp.stack(member_score), axis=0)
     pooled = round_to(jnp.sum(shares * jnp.stack(member_kv), axis=0), dtype)
 
@@ -159,8 +162,8 @@ def _latents(
     tail_slot = jnp.where(plan.tail_requests >= 0, tail_slot, slots)
     place = jnp.maximum(plan.tail_positions, 0) % ring_c
     memory = memory._replace(
-        tail_kv=memory.tail_kv.at[tail_slot, place].set(kv[tail_rows], mode="drop"),
-        tail_score=memory.tail_score.at[tail_slot, place].set(score[tail_rows], mode="drop"),
+        tail_kv=memory.tail_kv.at[own, tail_slot, place].set(kv[tail_rows], mode="drop"),
+        tail_score=memory.tail_score.at[own, tail_slot, place].set(score[tail_rows], mode="drop"),
     )
     return rms_norm(pooled, weights.norm, text.rms_norm_eps), memory
 
