@@ -42,25 +42,29 @@ def _case(
     return Case(operation, shape, moved, 0, functools.partial(_sets, make), variants, _largest_difference, tolerance)
 
 
-def _cases(rows: int, width: int, latent: int, hidden: int) -> Iterator[Case]:
+def _mixes_case(rows: int, width: int) -> Case:
     coefficients, inner = 2 * STREAMS + STREAMS**2, STREAMS * width
-
-    def streams(seed: int) -> jax.Array:
-        return _normal(seed, (rows, STREAMS, width), jnp.bfloat16)
-
-    yield _case(
+    return _case(
         "stream_mixes",
         f"{rows} rows of {STREAMS} x {width}",
         4 * coefficients * inner + rows * (2 * inner + 4 * coefficients),
         functools.partial(stream_mixes, iterations=20, epsilon=1e-6, norm_epsilon=EPSILON),
         lambda seed: (
-            streams(seed),
+            _normal(seed, (rows, STREAMS, width), jnp.bfloat16),
             _normal(seed, (coefficients, inner)) / inner**0.5,
             _normal(seed, (coefficients,)),
             _normal(seed, (3,)),
         ),
         1e-5,
     )
+
+
+def _cases(rows: int, width: int, latent: int, hidden: int) -> Iterator[Case]:
+    yield _mixes_case(rows, width)
+
+    def streams(seed: int) -> jax.Array:
+        return _normal(seed, (rows, STREAMS, width), jnp.bfloat16)
+
     quantize: dict[str, Any] = {"quantize": True}
     # A rounding that falls the other way moves a value by one step of bfloat16, and then perhaps by one of Q8.
     yield _case(
@@ -95,9 +99,10 @@ def _cases(rows: int, width: int, latent: int, hidden: int) -> Iterator[Case]:
 
 
 def cases(size: str) -> Iterator[Case]:
-    """The model's widths at 1, 8, 64 and 512 rows; many rows are XLA's."""
+    """The model's widths at 1, 8, 64 and 512 rows, the mixes at 4,096 too; many rows of the others are XLA's."""
     if size == "smoke":
         yield from _cases(3, 64, 64, 96)
         return
     for rows in (1, 8, 64, 512):
         yield from _cases(rows, WIDTH, LATENT, HIDDEN)
+    yield _mixes_case(4096, WIDTH)

@@ -84,9 +84,10 @@ def grouped_experts(
     layers = 1
     if layer is not None:
         layers, experts = jax.tree.leaves(w1)[0].shape[:2]
-        outside = (expert_ids < 0) | (expert_ids >= experts)
-        expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
         w1, w3, w2 = (_joined(weight) for weight in (w1, w3, w2))
+        if choice.implementation != "triton":
+            outside = (expert_ids < 0) | (expert_ids >= experts)
+            expert_ids = jnp.where(outside, -1, expert_ids + layer * experts)
     run = {
         "xla": xla.grouped_experts,
         "triton": functools.partial(

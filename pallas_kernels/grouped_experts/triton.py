@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
+from pallas_kernels.grouped_experts import triton_blocks
 from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, CODES, place_by_code, words_of
 from pallas_kernels.grouped_experts.blocks import MOST_UNSORTED, Blocks, blocks_of
 from pallas_kernels.grouped_experts.triton_many import ManyConfig, expert_outputs
@@ -248,7 +249,7 @@ def grouped_experts(
     config: Config | ManyConfig | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `pallas_kernels.grouped_experts`; `unsupported` was asked, chosen experts lie in part `layer` of `layers`."""
+    """See `pallas_kernels.grouped_experts`; `unsupported` was asked, weights are [layers * E, ...]."""
     rows, chosen = expert_ids.shape
     total, hidden_width, _ = w1.packed.shape
     pairs, width, experts = rows * chosen, x.shape[1], total // layers
@@ -256,9 +257,13 @@ def grouped_experts(
         return jnp.zeros((rows, width), jnp.float32)
     config = config or config_for(pairs, experts, width, hidden_width, backend.current_target().generation)
     cuda = packed_instructions() and not interpret
-    served = valid[:, None] & (expert_ids >= 0) & (expert_ids < total)
-    ids = jnp.where(served, expert_ids, total)
-    blocks = blocks_of(ids.reshape(-1), total, config.rows)
+    served = valid[:, None] & (expert_ids >= 0) & (expert_ids < experts)
+    if triton_blocks.pays(pairs, experts):
+        lists = (expert_ids, valid, layer, experts, total, config.rows)
+        blocks = triton_blocks.blocks_of_layer(*lists, interpret=interpret)
+    else:
+        ids = jnp.where(served, expert_ids + layer * experts, total)
+        blocks = blocks_of(ids.reshape(-1), total, config.rows)
     operands = (x, weights.reshape(-1), blocks, (w1, w3, w2))
     options = {
         "swiglu_limit": swiglu_limit,

@@ -1,7 +1,7 @@
 """`stream_mixes` for GPUs.
 
-Few rows: `projection_parts` cuts the inner dimension among programs, and one program a row adds its parts up and
-normalizes. Many rows: XLA's product is as good, and a row's coefficients live in the registers of one thread.
+`projection_parts` cuts the inner dimension among programs. Of few rows one program each adds its parts up and
+normalizes, which spares launches; of many a row's coefficients live in the registers of one thread.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ Array = jax.Array
 
 ROWS = 32
 """Rows of one program of `coefficients`, a warp."""
-MOST_ROWS = 512
-"""Rows up to which the projections are a kernel: it is there to spare launches."""
+FEW_ROWS = 512
+"""Rows up to which a program each finishes them."""
 INNER = 256
-"""Inner dims of one program of the projections: 80 programs of a row of 4 x 5120."""
+"""Inner dims of one step of the projections: 80 steps of a row of 4 x 5120."""
+PROGRAMS = 640
+"""About as many programs of the projections as there are at most: more rows take more steps each."""
 MOST_INNER = 2**16
 """The longest row: its parts are added up in the registers of one program."""
 PROJECTED_ROWS = (16, 64)
@@ -33,8 +35,8 @@ ten times as long on an H200."""
 
 def projects(streams: Array) -> bool:
     """Whether the projections of streams [N, S, D] are a kernel too."""
-    rows, count, width = streams.shape
-    return rows <= MOST_ROWS and streams.dtype == jnp.bfloat16 and count * width <= MOST_INNER
+    _, count, width = streams.shape
+    return streams.dtype == jnp.bfloat16 and count * width <= MOST_INNER
 
 
 @backend.traced_once
@@ -55,6 +57,11 @@ def stream_mixes(
     layer, fn, base, scale = backend.with_layer(layer, fn, base, scale)
     parts = projection_parts(streams.reshape(rows, -1), fn, layer, interpret=interpret)
     outputs, inner, triton = fn.shape[1], count * width, backend.triton()
+    options = {"streams": count, "iterations": iterations, "epsilon": epsilon}
+    if rows > FEW_ROWS:
+        totals = jnp.sum(parts, axis=0)
+        norm = jax.lax.rsqrt(totals[:, outputs, None] / inner + norm_epsilon)
+        return coefficients(totals[:, :outputs] * norm, base[layer[0]], scale[layer[0]], interpret=interpret, **options)
 
     def kernel(parts_ref, base_ref, scale_ref, layer_ref, pre_ref, post_ref, combination_ref):
         row, place = pl.program_id(0), layer_ref[0]
@@ -72,9 +79,7 @@ def stream_mixes(
             [value * norm for value in sums[:outputs]],
             [base_ref[place, index] for index in range(outputs)],
             [scale_ref[place, index] for index in range(3)],
-            streams=count,
-            iterations=iterations,
-            epsilon=epsilon,
+            **options,
         )
         for target, value in zip(_targets(row, count, pre_ref, post_ref, combination_ref), values, strict=True):
             triton.store(target, value)
@@ -111,42 +116,52 @@ def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = 
     columns = max(16, _power_of_two(outputs + 1))
     fewest, most = PROJECTED_ROWS
     tile_rows = fewest if rows <= 2 * fewest else most
-    splits, tiles = -(-inner // INNER), -(-rows // tile_rows)
+    tiles, steps = -(-rows // tile_rows), -(-inner // INNER)
+    steps = -(-steps // max(1, PROGRAMS // tiles))
+    splits = -(-inner // (steps * INNER))
+    whole = inner % (steps * INNER) == 0
     triton = backend.triton()
 
     def kernel(flat_ref, fn_ref, layer_ref, parts_ref):
         program = pl.program_id(0)
         split, tile = program % splits, program // splits
-        place = split * INNER + jnp.arange(INNER, dtype=jnp.int32)
         row = tile * tile_rows + jnp.arange(tile_rows, dtype=jnp.int32)
         column = jnp.arange(columns, dtype=jnp.int32)
 
-        def load(ref, index, limit, *leading):
+        def load(ref, index, limit, place, *leading):
             shape = (index.shape[0], INNER)
             first, last = (jnp.broadcast_to(part, shape) for part in (index[:, None], place[None, :]))
-            there = first < limit if inner % INNER == 0 else (first < limit) & (last < inner)
+            there = first < limit if whole else (first < limit) & (last < inner)
             at = ref.at[(*(jnp.broadcast_to(part, shape) for part in leading), first, last)]
             return triton.load(at, mask=there, other=0.0)
 
-        x = load(flat_ref, row, rows)
-        rest = load(fn_ref, column, outputs, layer_ref[0])
-        total = jnp.zeros((tile_rows, columns), jnp.float32)
-        for part in _bfloat16_parts(rest):
-            total = total + jnp.dot(x, part.T, preferred_element_type=jnp.float32)
-        wide = x.astype(jnp.float32)
-        squares = jnp.broadcast_to(jnp.sum(wide * wide, axis=1)[:, None], total.shape)
+        def step(index, sums):
+            total, squares = sums
+            place = (split * steps + index) * INNER + jnp.arange(INNER, dtype=jnp.int32)
+            x = load(flat_ref, row, rows, place)
+            for part in _bfloat16_parts(load(fn_ref, column, outputs, place, layer_ref[0])):
+                total = total + jnp.dot(x, part.T, preferred_element_type=jnp.float32)
+            wide = x.astype(jnp.float32)
+            return total, squares + jnp.sum(wide * wide, axis=1)
+
+        sums = jnp.zeros((tile_rows, columns), jnp.float32), jnp.zeros((tile_rows,), jnp.float32)
+        total, squares = step(0, sums) if steps == 1 else jax.lax.fori_loop(0, steps, step, sums)
+        squares = jnp.broadcast_to(squares[:, None], total.shape)
         column = jnp.broadcast_to(column[None, :], total.shape)
         row = jnp.broadcast_to(row[:, None], total.shape)
-        # Lanes that are not stored get an index past the end: interpret mode writes their old value there.
-        at = parts_ref.at[jnp.full(total.shape, split), jnp.where(row < rows, row, rows), column]
-        triton.store(at, jnp.where(column == outputs, squares, total), mask=row < rows)
+        there = None
+        if rows % tile_rows:
+            # Lanes that are not stored get an index past the end: interpret mode writes their old value there.
+            there, row = row < rows, jnp.where(row < rows, row, rows)
+        at = parts_ref.at[jnp.full(total.shape, split), row, column]
+        triton.store(at, jnp.where(column == outputs, squares, total), mask=there)
 
     return backend.triton_call(
         kernel,
         jax.ShapeDtypeStruct((splits, rows, columns), jnp.float32),
         grid=(splits * tiles,),
         num_warps=4,
-        num_stages=1,
+        num_stages=1 if steps == 1 else 3,
         interpret=interpret,
         name="stream_projections",
     )(flat, fn, layer)

@@ -138,6 +138,7 @@ def mixes_build(rows: int) -> Build:
 def gpu_builds() -> Iterator[Build]:
     """Every Triton-route kernel of these operations."""
     yield mixes_build(1)
+    yield mixes_build(4096)
     yield mixes_build(64)
     yield coefficients_build(mixes_triton.coefficients, 4096)
     for index_format in ("fp8", "fp4"):

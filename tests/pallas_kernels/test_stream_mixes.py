@@ -94,6 +94,17 @@ def test_parts_of_the_projections_are_exact_products_of_float32():
     np.testing.assert_array_equal(sums[:, 8], [1, 4, 0.25])
 
 
+@pytest.mark.parametrize(("width", "programs"), [(160, 2), (256, 4)], ids=["one split, a part of a step", "two splits"])
+def test_many_rows_take_several_steps_a_program(monkeypatch, width, programs):
+    monkeypatch.setattr(triton, "FEW_ROWS", 16)
+    monkeypatch.setattr(triton, "PROGRAMS", programs)
+    x, fn, base, scale = stream_operands(75, 4, width)
+    found = mixed((x, fn, base, scale), 3, implementation="pallas")
+    wanted = split_mixes(projected(x, fn), scale.astype(np.float64), base.astype(np.float64), 4, 3, EPSILON)
+    for name, part in zip(NAMES, found, strict=True):
+        np.testing.assert_allclose(part, getattr(wanted, name), rtol=3e-6, atol=3e-7, err_msg=name)
+
+
 def test_a_row_of_streams_does_not_depend_on_its_neighbours():
     x, *weights = stream_operands(20, 4, 32)
     whole = mixed((x, *weights), implementation="pallas")
@@ -138,7 +149,7 @@ def test_a_row_does_not_depend_on_its_neighbours(function):
     ("target", "rows", "dtype", "kernels"),
     [
         (backend.Target("triton", "cuda"), 3, jnp.bfloat16, 2),
-        (backend.Target("triton", "cuda"), triton.MOST_ROWS + 1, jnp.bfloat16, 1),
+        (backend.Target("triton", "cuda"), triton.FEW_ROWS + 1, jnp.bfloat16, 2),
         (backend.Target("triton", "cuda"), 3, jnp.float32, 1),
         (backend.Target("tpu", "v5p"), 3, jnp.bfloat16, 1),
     ],
