@@ -26,22 +26,34 @@ def test_kernels_run_side_by_side_on_one_nvidia_gpu(target, parallel, asked):
 
 
 def test_what_the_user_says_of_an_option_stands(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--a --xla_gpu_command_buffer_scheduling_mode=SERIALIZE")
     with backend.use_target(backend.Target("triton", "cuda")):
-        assert list(compiler_options(Parallel())) == ["xla_gpu_command_buffer_unroll_loops"]
+        asked = compiler_options(Parallel())
+        monkeypatch.setenv("XLA_FLAGS", "--a --xla_gpu_command_buffer_scheduling_mode=SERIALIZE")
+        left = compiler_options(Parallel())
+    assert asked.keys() - left.keys() == {"xla_gpu_command_buffer_scheduling_mode"}
 
 
 def lowered_with(options):
     return Lowered(jax.jit(lambda x: x + 1).lower(1), lambda *given: given, options)
 
 
-def test_an_xla_without_an_option_compiles_without_it_and_says_so(caplog):
+@pytest.mark.parametrize(
+    ("name", "value"), [("xla_gpu_of_another_version", True), ("xla_gpu_enable_command_buffer", "OF_ANOTHER_VERSION")]
+)
+def test_an_xla_without_an_option_compiles_without_it_and_says_so(caplog, name, value):
     with caplog.at_level(logging.WARNING):
-        assert compiled(lowered_with({"xla_gpu_of_another_version": True})).call(1) == 2
+        assert compiled(lowered_with({name: value})).call(1) == 2
     [warning] = caplog.messages
-    assert "without xla_gpu_of_another_version" in warning
-    with pytest.raises(Exception, match="no_such"):
-        compiled(lowered_with({"xla_gpu_command_buffer_scheduling_mode": "no_such"}))
+    assert f"without {name}" in warning
+
+
+def test_other_faults_of_a_compilation_are_raised():
+    class Program:
+        def compile(self, options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compiled(Lowered(Program(), lambda *given: given, {"xla_gpu_graph_min_graph_size": 1}))
 
 
 def test_a_cpu_is_asked_for_nothing():

@@ -14,7 +14,10 @@ import jax
 from pallas_kernels import backend
 from v41jax.layers.collectives import Parallel
 
-Options = dict[str, str | bool]
+Options = dict[str, str | bool | int]
+
+CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+"""What may be part of a captured graph: XLA's own list and loops."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +54,17 @@ class CompiledStep:
 def compiler_options(parallel: Parallel) -> Options:
     """What XLA is asked of a step, by the names of its options; nothing that `XLA_FLAGS` says already.
 
-    On one NVIDIA GPU kernels of a captured graph run side by side where none needs the other, as those of the shared
-    expert beside the routed ones (XLA's default runs them one after the other), and the layers of a run follow each
-    other without a condition between them. On a mesh collectives keep their order.
+    On one NVIDIA GPU a step is one captured graph. XLA by itself captures neither loops nor runs of fewer than five
+    operations; a branch among the latter makes the host wait for the device. Kernels of the graph run side by side
+    where none needs the other, as those of the shared expert beside the routed ones (XLA's default runs them one after
+    the other), and layers of a run follow each other without a condition between them. On a mesh collectives keep
+    their order.
     """
     if parallel.chips > 1 or backend.current_target() != backend.Target("triton", "cuda"):
         return {}
     asked: Options = {
+        "xla_gpu_enable_command_buffer": CAPTURED,
+        "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
         "xla_gpu_command_buffer_unroll_loops": True,
     }
@@ -77,8 +84,9 @@ def _executable(lowered: Lowered) -> Any:
     try:
         return lowered.program.compile(lowered.options)
     except jax.errors.JaxRuntimeError as error:
-        # Options come and go with XLA's versions, and are about speed only.
-        if not lowered.options or "No such compile option" not in str(error):
+        # Options and their values come and go with XLA's versions, and are about speed only.
+        refused = "No such compile option" in str(error) or "While setting option" in str(error)
+        if not lowered.options or not refused:
             raise
         _log.warning("steps are compiled without %s: %s", ", ".join(lowered.options), error)
         return lowered.program.compile()
