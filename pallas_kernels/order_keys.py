@@ -1,4 +1,4 @@
-"""int32 keys that order as float32 scores do, and the search between them; shared by every selection kernel."""
+"""int32 keys that order as float32 scores do, and the bisection between them; shared by every selection kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PINNED = 2**31 - 2
 LARGEST = 0x7F7FFFFF
 """Key of the largest finite float32: no score, an infinite one included, ties with a pinned block."""
 VALUE_STEPS = 16
-"""Steps between float values before bisections between keys, which always end."""
+"""Bisections between float values before those between keys, which always end."""
 
 
 def order_key(scores: Array, seen: Array) -> Array:
@@ -36,14 +36,8 @@ def _value(key: Array) -> Array:
     return lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
 
 
-def next_pivot(step: Array, low: Array, high: Array, share: Array | float = 0.5) -> Array:
-    """A key between `low` and `high`, both excluded: `share` of the way between their values, later half-way of keys.
-
-    Args:
-      step: of the search, from 0.
-      low, high: keys.
-      share: float32 in [0, 1], of the first `VALUE_STEPS` steps.
-    """
-    middle = (low & high) + ((low ^ high) >> 1)
-    value = order_key((1 - share) * _value(low) + share * _value(high), True)
-    return jnp.clip(jnp.where(step < VALUE_STEPS, value, middle), low + 1, high - 1)
+def next_pivot(step: Array, low: Array, high: Array) -> Array:
+    """A key between `low` and `high`, both excluded: half-way between their values at first, then between the keys."""
+    middle_key = (low & high) + ((low ^ high) >> 1)
+    middle_value = order_key(0.5 * _value(low) + 0.5 * _value(high), True)
+    return jnp.clip(jnp.where(step < VALUE_STEPS, middle_value, middle_key), low + 1, high - 1)

@@ -4,7 +4,7 @@ Scores become int32 keys that order as the scores do, with one lowest key for wh
 reads every score once and writes the maxima of groups, and of groups of groups. A second one, a program a row, picks
 the best k groups of the highest level, then the best k members of those groups, down to the scores. That is exact,
 ties included: every group that outranks an excluded one holds a member that outranks all of the excluded one's.
-Each pick searches a threshold by counting, first between float values and then between keys, and stops as soon as
+Each pick bisects a threshold by counting, first between float values and then between keys, and stops as soon as
 exactly enough keys lie at or above it. Nothing is sorted; positions come from one running count.
 
 Source: kernel chapter, "Top-k 512, candidate blocks, restricted scoring".
@@ -13,7 +13,6 @@ Source: kernel chapter, "Top-k 512, candidate blocks, restricted scoring".
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,6 @@ Array = jax.Array
 
 MOST_CAPACITY = 16_384
 """Keys of one program: beyond this they no longer fit its registers."""
-SUMMED_TOGETHER = 4
-"""Neighbours that are counted first: a thread adds its keys up one after the other, each sum waiting for the last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,52 +75,38 @@ def next_power_of_two(x: int) -> int:
 def pick(keys: Array, k: int) -> tuple[Array, Array, Array]:
     """The best `k` of 1-D `keys`, ties to the smaller place.
 
-    The threshold between them is found by interpolation: the Illinois form of regula falsi (Dowell and Jarratt, "A
-    modified regula falsi method for computing the root of an equation", 1971).
-
     Returns:
       chosen [E] bool; the rank by place of every chosen key [E] int32; how many are chosen.
     """
     lowest, highest = jnp.min(jnp.where(keys > LOWEST, keys, 2**31 - 1)), jnp.max(keys)
-    below_infinity = jnp.max(jnp.where(keys <= LARGEST, keys, LOWEST))
+    finite = jnp.max(jnp.where(keys <= LARGEST, keys, LOWEST))
     # Both counts in one sum: they stay below 2^16.
     counts = jnp.sum((keys > LOWEST).astype(jnp.int32) + ((keys > LARGEST).astype(jnp.int32) << 16))
     valid, beyond = counts & 0xFFFF, counts >> 16
     wanted = jnp.minimum(valid, k)
-    groups = keys.reshape(-1, math.gcd(keys.shape[0], SUMMED_TOGETHER))
-
-    def excess(at: Array) -> Array:
-        """0 where `at` keys are as many as wanted. In a tail counts fall exponentially with the value: this is near the
-        logarithm, which the bits of a float32 are a straight-line approximation of."""
-        bits = lax.bitcast_convert_type(jnp.maximum(at.astype(jnp.float32), 0.5), jnp.int32)
-        return (bits - lax.bitcast_convert_type(wanted.astype(jnp.float32), jnp.int32)).astype(jnp.float32)
 
     def unfinished(state: tuple) -> Array:
-        _, low, high, at_low, *_ = state
+        step, low, high, at_low, _ = state
+        del step
         return (at_low != wanted) & (low + 1 < high)
 
-    def narrow(state: tuple) -> tuple:
-        step, low, high, at_low, at_high, over, under, last = state
-        pivot = next_pivot(step, low, high, over / (over - under))
-        at = jnp.sum(jnp.sum((groups >= pivot).astype(jnp.int32), axis=1))
-        enough, found = at >= wanted, excess(at)
+    def bisect(state: tuple) -> tuple:
+        step, low, high, at_low, at_high = state
+        pivot = next_pivot(step, low, high)
+        count = jnp.sum((keys >= pivot).astype(jnp.int32))
+        enough = count >= wanted
         return (
             step + 1,
             jnp.where(enough, pivot, low),
             jnp.where(enough, high, pivot),
-            jnp.where(enough, at, at_low),
-            jnp.where(enough, at_high, at),
-            # The end that stays a second time counts half, or it might stay for good.
-            jnp.where(enough, found, jnp.where(last < 0, 0.5 * over, over)),
-            jnp.where(enough, jnp.where(last > 0, 0.5 * under, under), found),
-            2 * enough.astype(jnp.int32) - 1,
+            jnp.where(enough, count, at_low),
+            jnp.where(enough, at_high, count),
         )
 
-    # Invariant: at least `wanted` keys are >= low, fewer are >= high.
-    near = beyond < wanted
-    high, at_high = jnp.where(near, below_infinity, highest) + 1, jnp.where(near, beyond, 0)
-    start = (jnp.int32(0), lowest, high, valid, at_high, excess(valid), excess(at_high), jnp.int32(0))
-    _, low, high, at_low, at_high, *_ = lax.while_loop(unfinished, narrow, start)
+    # Invariant: at least `wanted` keys are >= low, fewer are >= high. Pinned and infinite keys have no value half-way.
+    within = beyond < wanted
+    high, at_high = jnp.where(within, finite, highest) + 1, jnp.where(within, beyond, 0)
+    _, low, high, at_low, at_high = lax.while_loop(unfinished, bisect, (jnp.int32(0), lowest, high, valid, at_high))
     exact = at_low == wanted
     above = (keys >= jnp.where(exact, low, high)) & (keys > LOWEST)
     needed = jnp.where(exact, 0, wanted - at_high)
