@@ -25,6 +25,9 @@ from pallas_kernels.select_topk.triton import (
 
 Array = jax.Array
 
+FEW_ROWS = 512
+"""Rows up to which the search starts below the pinned block: with more its registers cost more than its steps."""
+
 
 def unsupported(rows: int, width: int, num_blocks: int, block_size: int) -> str | None:
     """Why the kernel cannot run on these shapes, or None."""
@@ -106,5 +109,6 @@ def select_candidates(
         config,
         interpret,
         "select_candidates",
+        pinned=rows <= FEW_ROWS,
     )
     return chosen

@@ -72,18 +72,20 @@ def next_power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
-def pick(keys: Array, k: int) -> tuple[Array, Array, Array]:
+def pick(keys: Array, k: int, pinned: bool = False) -> tuple[Array, Array, Array]:
     """The best `k` of 1-D `keys`, ties to the smaller place.
+
+    Args:
+      keys: [E] int32.
+      k: how many.
+      pinned: the search starts at the largest key of a finite score where fewer than k lie beyond it. A pinned key has
+        no value to go half-way to.
 
     Returns:
       chosen [E] bool; the rank by place of every chosen key [E] int32; how many are chosen.
     """
-    lowest, highest = jnp.min(jnp.where(keys > LOWEST, keys, 2**31 - 1)), jnp.max(keys)
-    finite = jnp.max(jnp.where(keys <= LARGEST, keys, LOWEST))
-    # Both counts in one sum: they stay below 2^16.
-    counts = jnp.sum((keys > LOWEST).astype(jnp.int32) + ((keys > LARGEST).astype(jnp.int32) << 16))
-    valid, beyond = counts & 0xFFFF, counts >> 16
-    wanted = jnp.minimum(valid, k)
+    wanted = jnp.minimum(jnp.sum((keys > LOWEST).astype(jnp.int32)), k)
+    valid = jnp.sum((keys > LOWEST).astype(jnp.int32))
 
     def unfinished(state: tuple) -> Array:
         step, low, high, at_low, _ = state
@@ -103,10 +105,15 @@ def pick(keys: Array, k: int) -> tuple[Array, Array, Array]:
             jnp.where(enough, at_high, count),
         )
 
-    # Invariant: at least `wanted` keys are >= low, fewer are >= high. Pinned and infinite keys have no value half-way.
-    within = beyond < wanted
-    high, at_high = jnp.where(within, finite, highest) + 1, jnp.where(within, beyond, 0)
-    _, low, high, at_low, at_high = lax.while_loop(unfinished, bisect, (jnp.int32(0), lowest, high, valid, at_high))
+    # Invariant: at least `wanted` keys are >= low, fewer are >= high.
+    lowest = jnp.min(jnp.where(keys > LOWEST, keys, 2**31 - 1))
+    high, at_high = jnp.max(keys) + 1, jnp.int32(0)
+    if pinned:
+        beyond = jnp.sum((keys > LARGEST).astype(jnp.int32))
+        finite = jnp.max(jnp.where(keys <= LARGEST, keys, LOWEST))
+        high, at_high = jnp.where(beyond < wanted, finite + 1, high), jnp.where(beyond < wanted, beyond, 0)
+    start = (jnp.int32(0), lowest, high, valid, at_high)
+    _, low, high, at_low, at_high = lax.while_loop(unfinished, bisect, start)
     exact = at_low == wanted
     above = (keys >= jnp.where(exact, low, high)) & (keys > LOWEST)
     needed = jnp.where(exact, 0, wanted - at_high)
@@ -229,7 +236,9 @@ def _group_maxima(scores, visible, optional, leaves, sizes, ratio, config, inter
     )(scores, visible, *optional)
 
 
-def pick_down(operands, leaves, name, width, levels, ratio, k, config, interpret, label) -> tuple[Array, Array]:
+def pick_down(
+    operands, leaves, name, width, levels, ratio, k, config, interpret, label, *, pinned: bool = False
+) -> tuple[Array, Array]:
     """Picks the best k groups level by level and then the best k leaves.
 
     Args:
@@ -240,6 +249,7 @@ def pick_down(operands, leaves, name, width, levels, ratio, k, config, interpret
       levels: group maxima, lowest level first, each [N, size].
       ratio: members of a group.
       k: how many to pick.
+      pinned: see `pick`.
 
     Returns:
       ids [N, k] int32 ascending, -1 padded; counts [N] int32.
@@ -258,7 +268,7 @@ def pick_down(operands, leaves, name, width, levels, ratio, k, config, interpret
         members = jnp.arange(size, dtype=jnp.int32)
         keys = readers[-1](row, members, size)
         for level in range(len(levels), 0, -1):
-            chosen, rank, count = pick(keys, k)
+            chosen, rank, count = pick(keys, k, pinned)
             groups_ref = scratch[level - 1]
             plgpu.store(groups_ref.at[row, jnp.where(chosen, rank, places)], members, mask=chosen)
             if not interpret:
@@ -267,7 +277,7 @@ def pick_down(operands, leaves, name, width, levels, ratio, k, config, interpret
             members = groups[:, None] * ratio + jnp.arange(ratio, dtype=jnp.int32)[None, :]
             keys = jnp.where((place < count)[:, None], readers[level - 1](row, members, ratio), LOWEST)
             members, keys = members.reshape(-1), keys.reshape(-1)
-        chosen, rank, count = pick(keys, k)
+        chosen, rank, count = pick(keys, k, pinned)
         ids = name(row, members, chosen, *leaf_refs)
         plgpu.store(ids_ref.at[row, jnp.where(chosen, rank, k)], ids, mask=chosen)
         plgpu.store(ids_ref.at[row, place], jnp.full((places,), -1, jnp.int32), mask=(place >= count) & (place < k))

@@ -6,6 +6,7 @@ normalizes, which spares launches; of many a row's coefficients live in the regi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -22,15 +23,33 @@ ROWS = 32
 """Rows of one program of `coefficients`, a warp."""
 FEW_ROWS = 512
 """Rows up to which a program each finishes them."""
-INNER = 256
-"""Inner dims of one step of the projections: 80 steps of a row of 4 x 5120."""
-PROGRAMS = 640
-"""About as many programs of the projections as there are at most: more rows take more steps each."""
 MOST_INNER = 2**16
 """The longest row: its parts are added up in the registers of one program."""
-PROJECTED_ROWS = (16, 64)
-"""The fewest and the most rows of one program of the projections, tiles of the tensor cores. What is between them took
-ten times as long on an H200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """How the projections are cut.
+
+    Attributes:
+      rows: of one program, of a tile of the tensor cores.
+      inner: inner dims of one step.
+      programs: about as many as there are at most: more rows take more steps each.
+      num_warps, num_stages: of one program.
+    """
+
+    rows: int
+    inner: int
+    programs: int
+    num_warps: int
+    num_stages: int
+
+
+def projection_for(rows: int) -> Projection:
+    """How the projections of `rows` rows are cut; 17 to 63 rows a program took ten times as long on an H200."""
+    if rows <= FEW_ROWS:
+        return Projection(16 if rows <= 32 else 64, 256, 640, 4, 1)
+    return Projection(128, 128, 264, 8, 3)
 
 
 def projects(streams: Array) -> bool:
@@ -50,12 +69,13 @@ def stream_mixes(
     iterations: int,
     epsilon: float,
     norm_epsilon: float,
+    config: Projection | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See `pallas_kernels.stream_mixes`; `projects` has been asked."""
     rows, count, width = streams.shape
     layer, fn, base, scale = backend.with_layer(layer, fn, base, scale)
-    parts = projection_parts(streams.reshape(rows, -1), fn, layer, interpret=interpret)
+    parts = projection_parts(streams.reshape(rows, -1), fn, layer, config=config, interpret=interpret)
     outputs, inner, triton = fn.shape[1], count * width, backend.triton()
     options = {"streams": count, "iterations": iterations, "epsilon": epsilon}
     if rows > FEW_ROWS:
@@ -95,7 +115,9 @@ def stream_mixes(
     )(parts, base, scale, layer)
 
 
-def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = False) -> Array:
+def projection_parts(
+    flat: Array, fn: Array, layer: Array, *, config: Projection | None = None, interpret: bool = False
+) -> Array:
     """Parts of the products of rows and of their sums of squares.
 
     fn's float32 values are split into three bfloat16 values that add up to them, so that the tensor cores multiply
@@ -105,6 +127,7 @@ def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = 
       flat: [N, K] bfloat16.
       fn: [layers, O, K] float32.
       layer: [1] int32.
+      config: None takes `projection_for`.
       interpret: run as plain JAX operations.
 
     Returns:
@@ -114,12 +137,12 @@ def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = 
     rows, inner = flat.shape
     outputs = fn.shape[1]
     columns = max(16, _power_of_two(outputs + 1))
-    fewest, most = PROJECTED_ROWS
-    tile_rows = fewest if rows <= 2 * fewest else most
-    tiles, steps = -(-rows // tile_rows), -(-inner // INNER)
-    steps = -(-steps // max(1, PROGRAMS // tiles))
-    splits = -(-inner // (steps * INNER))
-    whole = inner % (steps * INNER) == 0
+    config = config or projection_for(rows)
+    tile_rows = config.rows
+    tiles, steps = -(-rows // tile_rows), -(-inner // config.inner)
+    steps = -(-steps // max(1, config.programs // tiles))
+    splits = -(-inner // (steps * config.inner))
+    whole = inner % (steps * config.inner) == 0
     triton = backend.triton()
 
     def kernel(flat_ref, fn_ref, layer_ref, parts_ref):
@@ -129,7 +152,7 @@ def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = 
         column = jnp.arange(columns, dtype=jnp.int32)
 
         def load(ref, index, limit, place, *leading):
-            shape = (index.shape[0], INNER)
+            shape = (index.shape[0], config.inner)
             first, last = (jnp.broadcast_to(part, shape) for part in (index[:, None], place[None, :]))
             there = first < limit if whole else (first < limit) & (last < inner)
             at = ref.at[(*(jnp.broadcast_to(part, shape) for part in leading), first, last)]
@@ -137,7 +160,7 @@ def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = 
 
         def step(index, sums):
             total, squares = sums
-            place = (split * steps + index) * INNER + jnp.arange(INNER, dtype=jnp.int32)
+            place = (split * steps + index) * config.inner + jnp.arange(config.inner, dtype=jnp.int32)
             x = load(flat_ref, row, rows, place)
             for part in _bfloat16_parts(load(fn_ref, column, outputs, place, layer_ref[0])):
                 total = total + jnp.dot(x, part.T, preferred_element_type=jnp.float32)
@@ -160,8 +183,8 @@ def projection_parts(flat: Array, fn: Array, layer: Array, *, interpret: bool = 
         kernel,
         jax.ShapeDtypeStruct((splits, rows, columns), jnp.float32),
         grid=(splits * tiles,),
-        num_warps=4,
-        num_stages=1 if steps == 1 else 3,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         name="stream_projections",
     )(flat, fn, layer)

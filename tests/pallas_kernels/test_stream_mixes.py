@@ -97,7 +97,7 @@ def test_parts_of_the_projections_are_exact_products_of_float32():
 @pytest.mark.parametrize(("width", "programs"), [(160, 2), (256, 4)], ids=["one split, a part of a step", "two splits"])
 def test_many_rows_take_several_steps_a_program(monkeypatch, width, programs):
     monkeypatch.setattr(triton, "FEW_ROWS", 16)
-    monkeypatch.setattr(triton, "PROGRAMS", programs)
+    monkeypatch.setattr(triton, "projection_for", lambda rows: triton.Projection(64, 256, programs, 4, 1))
     x, fn, base, scale = stream_operands(75, 4, width)
     found = mixed((x, fn, base, scale), 3, implementation="pallas")
     wanted = split_mixes(projected(x, fn), scale.astype(np.float64), base.astype(np.float64), 4, 3, EPSILON)
