@@ -215,6 +215,7 @@ class ModelRunner:
       num_slots: state slots, of all data shards.
       recompiles: programs compiled after `warm_up` declared the set complete.
       scores_prompts: prefill programs can report log-probabilities of prompt tokens.
+      failed: a step or draft call failed and took the pools with it; the runner cannot be used again.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class ModelRunner:
         self._compiled: dict[ProgramKey, CompiledStep] = {}
         self._operations: backend.Choices = {}
         self._warm = False
-        self._failed = False
+        self.failed = False
 
     def _allocate(self, num_images: int) -> tuple[Pools, Images, Array]:
         """Pools, checkpoint images and logit adjustments of the runner's size."""
@@ -423,13 +424,13 @@ class ModelRunner:
 
         JAX checks the arguments of a call before it takes those that are donated.
         """
-        if self._failed:
+        if self.failed:
             raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
         held = jax.tree.leaves((self._pools, self._images, self._adjustments))
         try:
             yield
         except BaseException:
-            self._failed = any(leaf.is_deleted() for leaf in held)
+            self.failed = any(leaf.is_deleted() for leaf in held)
             raise
 
     def _in_pieces(self, phase: Phase) -> PiecewiseStep:
@@ -439,7 +440,8 @@ class ModelRunner:
 
     def load_adjustments(self, slot: int, row: np.ndarray) -> None:
         """Replaces what a slot's logits are adjusted by: row [V] float32."""
-        self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
+        with self._taking_pools():
+            self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
 
     def step_sampling(
         self,
