@@ -1,9 +1,10 @@
-"""Decoding and fake quantization as integer and float32 operations that every backend lowers.
+"""Decoding, fake quantization and SwiGLU as integer and float32 operations that every backend lowers.
 
 Functions on values: the same code runs inside a Mosaic kernel, inside a Triton kernel and in plain XLA. No casts to
-the small float types, which some targets lack; no subnormal float32 intermediates, which some targets flush. Equal to
-`v41jax.quantization` to the bit, which also encodes, and covers subnormal inputs and products.
-Sources: model specification, "Quantization arithmetic"; kernel chapter, "What the TPU toolchain accepts".
+the small float types, which some targets lack; no subnormal float32 intermediates, which some targets flush; no minima
+and maxima of floats, which lose a NaN on GPUs. The codecs are equal to `v41jax.quantization` to the bit, which also
+encodes, and covers subnormal inputs and products.
+Sources: model specification, "Quantization arithmetic", "MoE"; kernel chapter, "What the TPU toolchain accepts".
 """
 
 from __future__ import annotations
@@ -93,14 +94,13 @@ def fake_q8_group(x: Array, axis: int = -1) -> Array:
     2^127. Source: model specification, "The three activation formats", row Q8.
     """
     value = x.astype(jnp.float32)
-    # Magnitudes order like their bits, NaN last; maxima of floats lose a NaN on some targets.
+    # Magnitudes order like their bits, NaN last.
     largest = jnp.max(bits_from_float(value) & 0x7FFFFFFF, axis=axis, keepdims=True)
     peak = float_from_bits(jnp.maximum(largest, Q8_FLOOR_BITS)) * jnp.float32(RECIPROCAL_448)
     scale_bits = jnp.minimum((bits_from_float(peak) + 0x007FFFFF) & 0x7F800000, 0x7F000000)
     # The reciprocal of 2^127 would be a subnormal: an infinite group is halved apart.
     reciprocal = float_from_bits(jnp.maximum(0x7F000000 - scale_bits, 0x00800000))
     scaled = value * reciprocal * jnp.where(scale_bits == 0x7F000000, 0.5, 1.0)
-    # Comparisons and not `clip`, whose minima lose a NaN.
     scaled = jnp.where(scaled > 448.0, 448.0, jnp.where(scaled < -448.0, -448.0, scaled))
     values = round_to_e4m3(scaled) * float_from_bits(scale_bits)
     return jnp.where(peak == peak, values, jnp.float32(jnp.nan)).astype(x.dtype)
@@ -110,6 +110,23 @@ def fake_q8(x: Array) -> Array:
     """Fake Q8 along the last axis (a multiple of 32): same shape and dtype in and out."""
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // Q8_GROUP, Q8_GROUP)
     return fake_q8_group(groups).reshape(x.shape)
+
+
+def swiglu(gate: Array, up: Array, limit: float) -> Array:
+    """`silu(gate) * up` with the released clamps. NaN stays NaN, and a gate of minus infinity gives NaN.
+
+    Args:
+      gate, up: of one shape, any float dtype.
+      limit: upper clamp of the gate, which has no lower one, and two-sided clamp of `up`; <= 0 for none.
+
+    Returns:
+      float32.
+    """
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if limit > 0:
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+    return gate * lax.logistic(gate) * up
 
 
 def by_residue(x: Array, modulus: int) -> Array:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -15,6 +16,7 @@ from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN, load_expected
 from v41jax.engine import Engine
+from v41jax.engine_core import StepFailedError
 from v41jax.engine_requests import Prompt
 from v41jax.full_forward import full_forward, load_model
 from v41jax.parameters import Leaf
@@ -116,6 +118,53 @@ def test_nothing_is_left_when_nothing_runs(engine, prompts):
     assert statistics["slots_free"] == CONFIG.max_num_seqs
 
 
+class FailingOnce:
+    """Calls `work`, but for one call, in place of which an exception is raised."""
+
+    def __init__(self, work, after):
+        self.work, self.left = work, after
+
+    def __call__(self, *arguments, **options):
+        self.left -= 1
+        if self.left == -1:
+            raise OSError("no such table")
+        return self.work(*arguments, **options)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 5])
+@pytest.mark.parametrize("part", ["lookup", "prepare"])
+def test_requests_after_a_step_that_was_refused_get_their_tokens(engine, prompts, alone, monkeypatch, part, after):
+    if part == "lookup":
+        lookup = engine.core._lookup
+        monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, after))
+    else:
+        programs = engine.core.runner._compiled
+        prepare = FailingOnce(lambda program, *given: program.prepare(*given), after)
+        for key, program in programs.items():
+            patched = dataclasses.replace(program, prepare=functools.partial(prepare, program))
+            monkeypatch.setitem(programs, key, patched)
+    staggered = [dataclasses.replace(prompt, arrival_step=index) for index, prompt in enumerate(prompts)]
+    with pytest.raises(StepFailedError, match="no such table") as caught:
+        engine.generate(staggered)
+    assert caught.value.pools_whole
+    statistics = engine.statistics()
+    assert statistics["live"] == statistics["pages_used"] == 0
+    assert [result.tokens for result in engine.generate(staggered)] == alone
+
+
+def test_a_step_that_fails_after_its_dispatch_ends_the_engine(engine, prompts, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core.runner, "execute", lambda *_: pytest.fail("a step ran"))
+        patch.setattr(engine.core.scheduler, "schedule", FailingOnce(None, 0))
+        with pytest.raises(StepFailedError) as planned:
+            engine.generate(prompts)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "_read", FailingOnce(engine.core._read, 0))
+        with pytest.raises(StepFailedError) as read:
+            engine.generate(prompts)
+    assert not planned.value.pools_whole and not read.value.pools_whole
+
+
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(engine):
     result = engine.generate([Prompt((5,) * 400, GREEDY)])[0]
     assert result.tokens == ()
@@ -174,3 +223,21 @@ def test_streams_deliver_what_generate_returns_and_abort_when_closed(prompts, al
         with pytest.raises(RuntimeError, match="streams"):
             engine.generate(prompts)
         assert engine.statistics()["aborted"] == 1
+
+
+def test_a_stream_after_a_step_that_was_refused_gets_its_tokens(prompts, alone, monkeypatch):
+    with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
+        lookup = engine.core._lookup
+        monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 2))
+
+        async def collect():
+            return [token async for delta in engine.stream(prompts[0]) for token in delta.tokens]
+
+        with pytest.raises(StepFailedError, match="no such table"):
+            asyncio.run(collect())
+        assert engine.failure is None
+        assert asyncio.run(collect()) == list(alone[0])
+        monkeypatch.setattr(engine.core, "_read", FailingOnce(None, 0))
+        with pytest.raises(StepFailedError):
+            asyncio.run(collect())
+        assert isinstance(engine.failure, StepFailedError)

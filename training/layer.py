@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantized_rows.xla import swiglu
+from pallas_kernels.arithmetic import swiglu
 from pallas_kernels.rotation import rotate
 from pallas_kernels.rounding import round_to
 from training.mixing import mixes

@@ -27,7 +27,7 @@ class Lowered(NamedTuple):
 
     Attributes:
       program: what JAX lowered.
-      prepare: makes the program's arguments of those of the pure function.
+      prepare: makes the program's last arguments of those of the pure function, weights and what is donated apart.
       options: of its compilation, see `compiler_options`; the thread that compiles may not know the target.
     """
 
@@ -41,11 +41,13 @@ class CompiledStep:
     """One program.
 
     Attributes:
-      call: the executable, with its arguments made from those of the pure function.
+      prepare: of `Lowered`; it refuses arguments of other shapes or types before anything is donated.
+      call: the executable: takes weights, what is donated, and what `prepare` gives.
       seconds: time it took to compile (or to fetch from the persistent cache).
       temporary_bytes: device memory it needs besides arguments and results.
     """
 
+    prepare: Callable[..., Sequence[Any]]
     call: Callable[..., Any]
     seconds: float
     temporary_bytes: int
@@ -76,8 +78,8 @@ def compiled(lowered: Lowered) -> CompiledStep:
     """Compiles a program; other threads can trace meanwhile."""
     began = time.perf_counter()
     executable = _executable(lowered)
-    seconds, prepare = time.perf_counter() - began, lowered.prepare
-    return CompiledStep(lambda *arguments: executable(*prepare(*arguments)), seconds, temporary_bytes(executable))
+    seconds = time.perf_counter() - began
+    return CompiledStep(lowered.prepare, executable, seconds, temporary_bytes(executable))
 
 
 def _executable(lowered: Lowered) -> Any:

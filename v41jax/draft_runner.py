@@ -182,7 +182,8 @@ class DraftRunner(ModelRunner):
         arguments: tuple[Any, ...] = (padded, live, sampling)
         program: Callable[..., tuple[Pools, DraftBlock]]
         if self._execution == "FULL":
-            program = self._program(requests).call
+            compiled_draft = self._program(requests)
+            program, arguments = compiled_draft.call, tuple(compiled_draft.prepare(*arguments))
         else:
             program = self._draft_function()
             arguments = jax.tree.map(jnp.asarray, arguments)
@@ -213,9 +214,6 @@ class DraftRunner(ModelRunner):
         def packed_draft(weights: DraftingWeights, pools: Pools, words: Array) -> tuple[Pools, DraftBlock]:
             return draft(weights, pools, *packing.unpack(words))
 
-        def prepare(weights: DraftingWeights, pools: Pools, *small: Any) -> Sequence[Any]:
-            return weights, pools, packing.pack(list(small))
-
         words = jax.ShapeDtypeStruct((packing.words,), jnp.int32)
         lowered = jax.jit(packed_draft, donate_argnums=1).lower(weights, pools, words)
-        return Lowered(lowered, prepare, compiler_options(self.setup.parallel))
+        return Lowered(lowered, lambda *small: [packing.pack(list(small))], compiler_options(self.setup.parallel))

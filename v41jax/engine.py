@@ -36,7 +36,7 @@ from v41jax.cache_identity import cache_identity
 from v41jax.draft_parameters import load_draft_parameters
 from v41jax.draft_runner import DraftRunner
 from v41jax.dspark import check_draft
-from v41jax.engine_core import EngineCore
+from v41jax.engine_core import EngineCore, StepFailedError
 from v41jax.engine_drafts import EngineDrafts, matching_profile
 from v41jax.engine_images import EngineImages
 from v41jax.engine_requests import Delta, Generation, LiveRequest, Prompt
@@ -331,7 +331,7 @@ class Engine:
 
         Raises:
           RuntimeError: while streams are open.
-          StepFailedError: a step failed; the engine cannot be used again.
+          StepFailedError: a step failed; the engine cannot be used again, unless its pools are whole.
         """
         if self._thread is not None:
             raise RuntimeError("generate cannot be used while streams are open: await `stream` instead")
@@ -408,7 +408,12 @@ class Engine:
             raise
 
     def _step(self) -> list[tuple[RequestId, Delta, Generation | None]]:
-        outputs = self.core.step()
+        try:
+            outputs = self.core.step()
+        except StepFailedError:
+            for request_id in list(self._live):
+                self._forget(request_id)
+            raise
         now = time.perf_counter()
         for scored in self.core.prompt_scores:
             if scored.request_id in self._live:
@@ -451,7 +456,7 @@ class Engine:
         Raises:
           ValueError: the request is malformed.
           QueueFullError: `max_waiting` requests wait already.
-          StepFailedError: the engine failed.
+          StepFailedError: a step failed; see `generate`.
         """
         if self._thread is None:
             self._thread = EngineThread(self)

@@ -107,14 +107,16 @@ class _InFlight:
 
 
 class StepFailedError(RuntimeError):
-    """A step failed after its pools were donated: every live request is lost.
+    """A step failed: every live request is lost.
 
     Attributes:
       outputs: the last output of each of them, with a reason that begins with `failed:`.
+      pools_whole: the step was refused before the pools were donated to it: the engine can take requests again.
     """
 
-    def __init__(self, message: str, outputs: list[RequestOutput]):
+    def __init__(self, message: str, outputs: list[RequestOutput], *, pools_whole: bool):
         self.outputs = outputs
+        self.pools_whole = pools_whole
         super().__init__(message)
 
 
@@ -158,6 +160,7 @@ class EngineCore:
         self.drafts = drafts
         self._lookup = lookup
         self._in_flight: _InFlight | None = None
+        self._preparing = False
 
     @property
     def has_work(self) -> bool:
@@ -168,8 +171,10 @@ class EngineCore:
         """Plans and dispatches one step and returns the outputs of the one before.
 
         Raises:
-          StepFailedError: whatever made the step fail is its cause; this engine cannot be used again.
+          StepFailedError: whatever made the step fail is its cause; this engine cannot be used again, unless its pools
+            are whole.
         """
+        self._preparing = False
         try:
             outputs = self._step()
         except Exception as error:
@@ -177,7 +182,8 @@ class EngineCore:
             reason = f"{type(error).__name__}: {error}"
             outputs = self.scheduler.fail_all(reason)
             self._release_images(outputs)
-            raise StepFailedError(reason, outputs) from error
+            whole = self._preparing and not self.runner.failed
+            raise StepFailedError(reason, outputs, pools_whole=whole) from error
         self._release_images(outputs)
         return outputs
 
@@ -201,6 +207,10 @@ class EngineCore:
             result = self._read(previous)
             waited = time.perf_counter() - planned
             batch = resolve_pending(batch, previous.batch, result)
+        if tiers is not None:
+            tiers.before_forward()
+        # Up to the dispatch only requests of this batch can be harmed: plan and pages in the cache are consistent.
+        self._preparing = True
         shape, shards = self.buckets.shape(batch), len(batch.shards)
         arrays = self._arrays(batch, shape)
         built = time.perf_counter()
@@ -221,9 +231,8 @@ class EngineCore:
         if self.images is not None:
             image_rows = self.images.step_rows(batch, shards * shape.rows, first_rows(batch, shape))
         encoded = time.perf_counter()
-        if tiers is not None:
-            tiers.before_forward()
         output = self.runner.execute(shape, arrays, engram_rows, sampling, batch.ops, image_rows)
+        self._preparing = False
         dispatched = time.perf_counter()
         window = self.runner.setup.geometry.window_size
         self.scheduled_rows = self.scheduled_rows.plus(rows_per_layer(batch, window))

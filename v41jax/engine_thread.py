@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from scheduler.sequence import RequestId
+from v41jax.engine_core import StepFailedError
 
 if TYPE_CHECKING:
     from v41jax.engine import Engine
@@ -109,8 +110,11 @@ class EngineThread:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            _log.exception("the engine failed")
-            self._failure = error
+            if isinstance(error, StepFailedError) and error.pools_whole:
+                _log.exception("a step was refused")
+            else:
+                _log.exception("the engine failed")
+                self._failure = error
             self._tell_all(error)
             return
         for request_id, delta, finished in deltas:

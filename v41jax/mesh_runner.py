@@ -196,7 +196,8 @@ class MeshRunner(ModelRunner):
 
     def load_adjustments(self, slot: int, row: np.ndarray) -> None:
         """Replaces what a slot's logits are adjusted by: row [V] float32."""
-        self._adjustments = self._put_row(self._adjustments, np.int32(slot), row)
+        with self._taking_pools():
+            self._adjustments = self._put_row(self._adjustments, np.int32(slot), row)
 
     @functools.cached_property
     def _put_row(self) -> Any:

@@ -106,19 +106,10 @@ class StepPacking:
         # Edits that change nothing are on the device already, and those that do are large.
         return batch, sampling._replace(edits=None)
 
-    def pack(
-        self,
-        weights: Any,
-        pools: Pools,
-        adjustments: Array,
-        batch: BatchStep,
-        engram_rows: EngramRows,
-        sampling: StepSampling,
-        *images: Array,
-    ) -> Sequence[Any]:
-        """The program's arguments."""
+    def pack(self, batch: BatchStep, engram_rows: EngramRows, sampling: StepSampling, *images: Array) -> Sequence[Any]:
+        """The program's arguments after weights, pools and adjustments."""
         words = self._packing.pack(self._small(batch, sampling))
-        return weights, pools, adjustments, words, engram_rows, sampling.edits, *images
+        return words, engram_rows, sampling.edits, *images
 
     def unpack(
         self,

@@ -215,6 +215,7 @@ class ModelRunner:
       num_slots: state slots, of all data shards.
       recompiles: programs compiled after `warm_up` declared the set complete.
       scores_prompts: prefill programs can report log-probabilities of prompt tokens.
+      failed: a step or draft call failed and took the pools with it; the runner cannot be used again.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class ModelRunner:
         self._compiled: dict[ProgramKey, CompiledStep] = {}
         self._operations: backend.Choices = {}
         self._warm = False
-        self._failed = False
+        self.failed = False
 
     def _allocate(self, num_images: int) -> tuple[Pools, Images, Array]:
         """Pools, checkpoint images and logit adjustments of the runner's size."""
@@ -394,6 +395,8 @@ class ModelRunner:
 
         Raises:
           RuntimeError: after an earlier step or draft call failed; the pools were donated to it and are gone.
+          Exception: whatever the step refuses or fails of. Up to the first call that the pools, images or adjustments
+            are donated to everything is as it was, and the next step can run.
         """
         images = image_rows is not None
         arguments: list[Any] = [batch, engram_rows, sampling]
@@ -402,7 +405,8 @@ class ModelRunner:
             arguments.append(_spread(*image_rows, count=count, dtype=self.setup.precision.activation_dtype))
         program: Callable[..., tuple[Pools, Array, StepOutput]]
         if self._execution == "FULL":
-            program = self._program((shape, images)).call
+            compiled_step = self._program((shape, images))
+            program, arguments = compiled_step.call, list(compiled_step.prepare(*arguments))
         elif self._execution == "PIECEWISE":
             program = self._in_pieces(shape.phase.value)
         else:
@@ -416,13 +420,17 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _taking_pools(self) -> Iterator[None]:
-        """Around a call that the pools are donated to: if it fails they are gone."""
-        if self._failed:
+        """Around calls that the pools are donated to: if they were taken when one of these fails, they are gone.
+
+        JAX checks the arguments of a call before it takes those that are donated.
+        """
+        if self.failed:
             raise RuntimeError("an earlier step failed and took the pools with it: build a new engine")
+        held = jax.tree.leaves((self._pools, self._images, self._adjustments))
         try:
             yield
         except BaseException:
-            self._failed = True
+            self.failed = any(leaf.is_deleted() for leaf in held)
             raise
 
     def _in_pieces(self, phase: Phase) -> PiecewiseStep:
@@ -432,7 +440,8 @@ class ModelRunner:
 
     def load_adjustments(self, slot: int, row: np.ndarray) -> None:
         """Replaces what a slot's logits are adjusted by: row [V] float32."""
-        self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
+        with self._taking_pools():
+            self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
 
     def step_sampling(
         self,

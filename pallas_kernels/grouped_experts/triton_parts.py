@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import fake_q8_group
+from pallas_kernels.arithmetic import fake_q8_group, swiglu
 from pallas_kernels.grouped_experts.arrangement import by_code
 from pallas_kernels.grouped_experts.types import Order
 from pallas_kernels.grouped_experts.widening import OPERAND_POWER
@@ -51,14 +51,6 @@ def store_rows(ref: object, values: Array, row: Array, live: Array, column: Arra
         column = jnp.where(present, column, ref.shape[1])
     at = ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
     backend.triton().store(at, values.T, mask=stored)
-
-
-def swiglu(gate: Array, up: Array, limit: float) -> Array:
-    """silu(gate) * up with the clamps of `pallas_kernels.grouped_experts`, float32."""
-    if limit > 0:
-        gate = jnp.minimum(gate, limit)
-        up = jnp.minimum(jnp.maximum(up, -limit), limit)
-    return gate / (1.0 + jnp.exp(-gate)) * up
 
 
 def activated(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arithmetic import decode_expert_halves, even_odd, fake_q8
+from pallas_kernels.arithmetic import decode_expert_halves, even_odd, fake_q8, swiglu
 from pallas_kernels.backend import slow_alone
 from pallas_kernels.grouped_experts.arrangement import released
 from pallas_kernels.grouped_experts.types import ExpertWeights
@@ -30,10 +30,7 @@ def activate(gate: Array, up: Array, routing: Array, swiglu_limit: float, dtype:
 
     gate, up: [T, F] already rounded to the activation dtype; routing: [T] float32.
     """
-    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    if swiglu_limit > 0:
-        gate, up = jnp.minimum(gate, swiglu_limit), jnp.clip(up, -swiglu_limit, swiglu_limit)
-    return round_to(routing[:, None] * (jax.nn.silu(gate) * up), dtype)
+    return round_to(routing[:, None] * swiglu(gate, up, swiglu_limit), dtype)
 
 
 def grouped_experts(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import Q8_GROUP, fake_q8_group, round_to_bfloat16
+from pallas_kernels.arithmetic import Q8_GROUP, fake_q8_group, round_to_bfloat16, swiglu
 from pallas_kernels.grouped_experts.arrangement import CODES, place_by_code
 from pallas_kernels.grouped_experts.types import Order
 from pallas_kernels.grouped_experts.widening import OPERAND_POWER
@@ -127,7 +127,7 @@ def gated_rows(
     def make(columns: _Columns, gate_ref, up_ref) -> list[Array]:
         return [
             _round(
-                _gated(_summed(gate_ref, columns, first, dtype), _summed(up_ref, columns, first, dtype), limit), dtype
+                swiglu(_summed(gate_ref, columns, first, dtype), _summed(up_ref, columns, first, dtype), limit), dtype
             )
             for first in columns.own
         ]
@@ -257,14 +257,6 @@ def _normalized(
     weights = [columns.load(weight_ref, first, layer).astype(jnp.float32) for first in columns.own]
     own = columns.own_of(values)
     return [_round(weight * (value * scale), dtype) for weight, value in zip(weights, own, strict=True)]
-
-
-def _gated(gate: Array, up: Array, limit: float) -> Array:
-    if limit > 0:
-        # Comparisons and not minima, which lose a NaN.
-        gate = jnp.where(gate > limit, limit, gate)
-        up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
-    return gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
 
 
 def _round(value: Array, dtype: jnp.dtype) -> Array:

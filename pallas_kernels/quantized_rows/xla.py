@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arithmetic import swiglu
 from pallas_kernels.quantized_rows.types import QuantizedRows
 from pallas_kernels.rounding import round_to
 from v41jax.quantization import fake_q8
@@ -39,16 +40,6 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     value = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(value), axis=-1, keepdims=True) + epsilon)
     return round_to(weight.astype(jnp.float32) * (value * scale), x.dtype)
-
-
-def swiglu(gate: Array, up: Array, limit: float) -> Array:
-    """`silu(gate) * up` with the released clamps, float32; a limit <= 0 disables them."""
-    gate = gate.astype(jnp.float32)
-    up = up.astype(jnp.float32)
-    if limit > 0:
-        gate = jnp.minimum(gate, limit)
-        up = jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(gate) * up
 
 
 def summed(parts: Array, dtype: jnp.dtype) -> Array:

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import by_residue, in_words
 from pallas_kernels.sparse_attention import row_widening
-from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated, row_of
+from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated, row_of, shares
 from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
 from pallas_kernels.triton_widening import packed_instructions
 
@@ -265,20 +265,14 @@ def _kernel(
         )
         return new_peak, total, sums
 
-    tiles = [lax.div(source.count + (keys - 1), keys) for source in sources]
-    share = lax.div(sum(tiles) + (splits - 1), splits)
-    begin, end = split * share, (split + 1) * share
     state = (
         jnp.full((HEADS,), SCORE_FLOOR, jnp.float32),
         jnp.zeros((HEADS,), jnp.float32),
         tuple(jnp.zeros((HEADS, piece), jnp.float32) for _ in range(count_pieces)),
     )
     spots = jnp.arange(keys, dtype=jnp.int32)
-    passed = 0
-    for number, (source, count) in enumerate(zip(sources, tiles, strict=True)):
-        first = jnp.minimum(jnp.maximum(begin - passed, 0), count)
-        last = jnp.minimum(jnp.maximum(end - passed, 0), count)
-        passed = passed + count
+    bounds = shares([source.count for source in sources], keys, split, splits)
+    for number, (source, (first, last)) in enumerate(zip(sources, bounds, strict=True)):
         if number == 0:
 
             def near(tile: Array, state: tuple, source: _Source = source) -> tuple:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,29 @@ def row_of(
     position = load(positions_ref.at[row])
     lowest = jnp.maximum(jnp.maximum(load(floor_ref.at[row]), position - window + 1), 0)
     return live, request, position, lowest
+
+
+def shares(counts: Sequence[Array], keys: int, split: Array, splits: int) -> Iterator[tuple[Array, Array]]:
+    """The tiles of every list that a split takes, [first, last).
+
+    The tiles of all lists, one list after the other, are dealt out in runs of equal length; the last may be shorter.
+    The bounds of a list are computed when they are asked for: ask at its loop, so that they take no registers before.
+
+    Args:
+      counts: int32 lengths of the lists.
+      keys: rows of a tile; a list's last one may be in part empty.
+      split: 0 .. splits - 1.
+      splits: static.
+    """
+    tiles = [lax.div(count + (keys - 1), keys) for count in counts]
+    share = lax.div(sum(tiles) + (splits - 1), splits)
+    begin, end = split * share, (split + 1) * share
+    passed = 0
+    for count in tiles:
+        first = jnp.minimum(jnp.maximum(begin - passed, 0), count)
+        last = jnp.minimum(jnp.maximum(end - passed, 0), count)
+        yield first, last
+        passed = passed + count
 
 
 def rotated(

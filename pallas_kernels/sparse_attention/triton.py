@@ -20,7 +20,7 @@ from pallas_kernels.arithmetic import decode_e8m0, scaled_e2m1, scaled_e4m3
 from pallas_kernels.rotation import rotate
 from pallas_kernels.sparse_attention import decode
 from pallas_kernels.sparse_attention.joining import Cut, finish, join
-from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated, row_of
+from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated, row_of, shares
 from pallas_kernels.sparse_attention.xla import SCORE_FLOOR
 
 Array = jax.Array
@@ -281,16 +281,13 @@ def _walk_kernel(
         )
 
     once = live.astype(jnp.int32) if config.apart else None
-    tiles = [lax.div(source.count + (config.keys - 1), config.keys) for source in sources]
-    share = lax.div(sum(tiles) + (config.splits - 1), config.splits)
-    begin, end = split * share, (split + 1) * share
     state = (
         jnp.full((config.heads,), SCORE_FLOOR, jnp.float32),
         jnp.zeros((config.heads,), jnp.float32),
         tuple(jnp.zeros((config.heads, size), jnp.float32) for _ in range(config.parts)),
     )
-    passed = 0
-    for source, count in zip(sources, tiles, strict=True):
+    bounds = shares([source.count for source in sources], config.keys, split, config.splits)
+    for source, (first, last) in zip(sources, bounds, strict=True):
 
         def added(tile: Array, state: tuple, rows: Array, source: _Source = source) -> tuple:
             _, valid = source.listed(tile * config.keys, config)
@@ -304,13 +301,10 @@ def _walk_kernel(
             after = source.rows((tile + 1) * config.keys, config)
             return added(tile, state, rows), after
 
-        first = jnp.minimum(jnp.maximum(begin - passed, 0), count)
-        last = jnp.minimum(jnp.maximum(end - passed, 0), count)
         if source.ahead:
             state, _ = lax.fori_loop(first, last, step_ahead, (state, source.rows(first * config.keys, config)))
         else:
             state = lax.fori_loop(first, last, step, state)
-        passed = passed + count
     peak, total, sums = state
     if config.splits == 1:
         refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_refs[0])

@@ -66,25 +66,36 @@ def test_places_and_padding_of_the_batch(runner):
 
 def test_what_the_host_makes_for_a_draft_call_is_one_array(runner):
     lowered, prepare, _ = runner._lower(3)
-    given = (runner.weights, runner.pools)
     small = (np.zeros(3, np.int32), np.zeros(3, bool), sampling_inputs([], 3))
-    prepared = prepare(*given, *small)
     assert len(jax.tree.leaves(small)) == 8
-    assert [leaf.dtype for leaf in jax.tree.leaves(prepared)[len(jax.tree.leaves(given)) :]] == [np.int32]
+    assert [leaf.dtype for leaf in jax.tree.leaves(prepare(*small))] == [np.int32]
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.pools))
 
 
 def test_a_draft_call_that_fails_takes_the_pools_with_it(runner):
-    def failing(*_):
+    runner.draft(2, [1, 3], greedy(2))
+    program = runner._compiled[2]
+
+    def failing(*arguments):
+        program.call(*arguments)
         raise MemoryError("no room")
 
-    runner.draft(2, [1, 3], greedy(2))
-    runner._compiled[2] = dataclasses.replace(runner._compiled[2], call=failing)
+    runner._compiled[2] = dataclasses.replace(program, call=failing)
     with pytest.raises(MemoryError):
         runner.draft(2, [1, 3], greedy(2))
     with pytest.raises(RuntimeError, match="took the pools with it"):
         runner.draft(1, [1], greedy(1))
+
+
+def test_a_draft_call_that_is_refused_leaves_the_pools(runner):
+    block = runner.draft(2, [1, 3], greedy(2))
+    with pytest.raises(ValueError, match="not those of the shapes"):
+        runner.draft(2, [1, 3], greedy(3))
+    with pytest.raises(IndexError):
+        runner.draft(2, [1, 3], greedy(2), [1, 2])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(runner.pools))
+    assert np.array_equal(runner.draft(2, [1, 3], greedy(2)).tokens, block.tokens)
 
 
 def test_draft_programs_are_compiled_with_the_others_and_late_ones_counted(runner):

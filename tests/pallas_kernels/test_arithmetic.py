@@ -1,4 +1,4 @@
-"""The kernels' arithmetic against the codecs of `v41jax.quantization_numpy`, to the bit and over every code."""
+"""The kernels' arithmetic: codecs against `v41jax.quantization_numpy`, to the bit and over every code; SwiGLU."""
 
 import functools
 
@@ -98,3 +98,19 @@ def test_rows_of_both_packed_pools_decode_to_the_quantized_values():
     np.testing.assert_array_equal(jax.jit(arithmetic.decode_main_row)(main), quantization.fake_q4n(x))
     window = np.concatenate(quantization.quantize_q8(x), -1)
     np.testing.assert_array_equal(jax.jit(arithmetic.decode_window_row)(window), quantization.fake_q8(x))
+
+
+@pytest.mark.parametrize("limit", [10.0, 0.0])
+def test_swiglu_clamps_a_gate_from_above_and_the_other_from_both_sides_and_keeps_nan(limit):
+    edge = np.nextafter(np.float32(10), np.float32([0, 20]))
+    special = np.float32([0.0, -0.0, 1.0, -1.0, 30.0, -30.0, -1e4, 10.0, -10.0, *edge, *-edge, np.inf, -np.inf, np.nan])
+    gate, up = (part.reshape(-1) for part in np.meshgrid(special, special))
+    found = jax.jit(arithmetic.swiglu, static_argnums=2)(gate, up, limit)
+    with np.errstate(over="ignore", invalid="ignore"):
+        a, b = gate.astype(np.float64), up.astype(np.float64)
+        if limit:
+            a, b = np.minimum(a, 10), np.clip(b, -10, 10)
+        expected = a / (1 + np.exp(-a)) * b
+    assert found.dtype == np.float32
+    assert np.isnan(expected[np.isnan(gate) | np.isnan(up) | (gate == -np.inf)]).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -15,7 +15,7 @@ from pallas_kernels.backend import KernelUnsupportedError
 from pallas_kernels.grouped_experts import ExpertWeights, blocks, dense, grouped_experts, tpu, triton, triton_many, xla
 from pallas_kernels.grouped_experts.triton_parts import operand_of
 from pallas_kernels.grouped_experts.xla import row_tile
-from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle
+from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle, rounded
 from v41jax import quantization_numpy as quantization
 
 
@@ -227,13 +227,12 @@ def run_on_tpu(case, **options):
     return np.asarray(jax.jit(call)(*case.arrays(), valid=jnp.asarray(case.valid)))
 
 
-UNCLAMPED = {"swiglu_limit": 0.0}
 IMPLEMENTATIONS = {
-    "xla": lambda case: run(case, implementation="xla", **UNCLAMPED),
-    "every expert": lambda case: run(case, dequantized=jnp.bfloat16, implementation="xla", **UNCLAMPED),
-    "gpu": lambda case: run_on_gpu(case, SMALL_TILES, **UNCLAMPED),
-    "gpu, many rows": lambda case: run_on_gpu(case, MANY_TILES, **UNCLAMPED),
-    "tpu": lambda case: run_on_tpu(case, **UNCLAMPED),
+    "xla": functools.partial(run, implementation="xla"),
+    "every expert": functools.partial(run, dequantized=jnp.bfloat16, implementation="xla"),
+    "gpu": functools.partial(run_on_gpu, config=SMALL_TILES),
+    "gpu, many rows": functools.partial(run_on_gpu, config=MANY_TILES),
+    "tpu": run_on_tpu,
 }
 
 
@@ -252,10 +251,39 @@ def test_hidden_values_that_are_no_numbers_are_quantized_as_the_codec_does(name)
     x[0, 0], x[1:, 1] = 1e30, 1.0
     case = dataclasses.replace(case, x=x, stored=tuple(ones), decoded=decoded)
     case.weights[:, 0] = [1.0, np.nan, 1e-39, 1.0]
-    values = IMPLEMENTATIONS[name](case)
+    values = IMPLEMENTATIONS[name](case, swiglu_limit=0.0)
     one = np.float32(quantization.fake_q8(np.full(32, 1 / (1 + np.exp(-1.0)), np.float32))[0])
     np.testing.assert_array_equal(values[:3, 0], [np.inf, np.nan, 0.0])
     np.testing.assert_allclose(values[3], 63 * one, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_values_at_the_clamps_and_those_that_are_no_numbers(name):
+    """Gate and up of a row are the same in all hidden values: twice its first and second element. Those of the second
+    expert's gate and of the third one's up are NaN."""
+    case = expert_case(1, rows=10, experts=3, chosen=1, width=64, hidden=64, dtype=jnp.bfloat16, poison_unused=False)
+    assert dense.pays(*case.expert_ids.shape, 3)
+    codes = np.zeros((2, 3, 64, 32), np.uint8)
+    codes[:, :, :, 0] = np.array([0x04, 0x40])[:, None, None]
+    scales = np.full((2, 3, 64, 2), 127, np.uint8)
+    scales[0, 1], scales[1, 2] = 255, 255
+    stored = [ExpertWeights(jnp.asarray(part), jnp.asarray(own)) for part, own in zip(codes, scales, strict=True)]
+    stored.append(ExpertWeights(jnp.full((3, 64, 32), 0x22, jnp.uint8), jnp.full((3, 64, 2), 127, jnp.uint8)))
+    decoded = tuple(quantization.dequantize_expert(np.asarray(part), np.asarray(own)) for part, own in stored)
+    x = np.zeros_like(case.x)
+    # At the clamps, past them, a negative gate, infinities of both (-inf * 0 is NaN), then NaN of either.
+    x[:, 0] = [5, 6, 6, -2, 3e38, 1, 1, -3e38, 1, 6]
+    x[:, 1] = [-5, 6, -6, 6, 1, 3e38, -3e38, 1, 6, 6]
+    case = dataclasses.replace(case, x=x, stored=tuple(stored), decoded=decoded)
+    case.expert_ids[:, 0] = [0] * 8 + [1, 2]
+    case.weights[:] = 1
+    silu = np.array([10, 10, 10, -4, 10, 2, 2]) / (1 + np.exp(-np.array([10.0, 10, 10, -4, 10, 2, 2])))
+    hidden = np.array([*(silu * [-10, 10, -10, 10, 2, 10, -10]), np.nan, np.nan, np.nan])
+    for quantize_hidden in (False, True):
+        values = IMPLEMENTATIONS[name](case, quantize_hidden=quantize_hidden)
+        made = rounded(hidden, jnp.bfloat16)
+        made = quantization.fake_q8(np.repeat(made[:, None], 32, axis=1))[:, 0] if quantize_hidden else made
+        np.testing.assert_allclose(values, np.repeat(64 * made[:, None], 64, axis=1), rtol=2.0**-7)
 
 
 @pytest.mark.parametrize("rows", [3, 40])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels.backend import KernelUnsupportedError
 from pallas_kernels.rotation import rotate
 from pallas_kernels.sparse_attention import sparse_attention, triton, xla
+from pallas_kernels.sparse_attention.row_math import shares
 from tests.pallas_kernels.attention_oracle import AttentionCase, attention_case, attention_oracle, relative_error
 
 FORMATS = [("bf16", "bf16"), ("float", "float"), ("fp4", "fp8"), ("bf16", "fp8")]
@@ -197,3 +198,16 @@ def test_the_public_call_takes_the_kernel_when_asked_and_names_what_it_cannot_do
 @pytest.mark.parametrize(("rows", "splits"), [(1, 20), (64, 2), (4096, 1)])
 def test_few_query_rows_are_cut_among_programs(generation, rows, splits):
     assert triton.config_for(rows, 64, 512, 640, generation).splits == splits
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=3), st.sampled_from([16, 64]), st.integers(1, 12))
+def test_every_tile_of_the_lists_is_in_the_share_of_one_split(counts, keys, splits):
+    tiles = [-(-count // keys) for count in counts]
+    taken = [[] for _ in counts]
+    for split in range(splits):
+        own = 0
+        for tile, (first, last) in zip(taken, shares(list(map(jnp.int32, counts)), keys, split, splits), strict=True):
+            tile += range(int(first), int(last))
+            own += int(last) - int(first)
+        assert own <= -(-sum(tiles) // splits)
+    assert taken == [list(range(count)) for count in tiles]
