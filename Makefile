@@ -20,7 +20,7 @@ types: .venv/test.stamp
 	$(BIN)/mypy
 
 pytest: .venv/test.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .venv/pip.stamp:
 	$(PYTHON) -m venv .venv

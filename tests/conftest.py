@@ -26,6 +26,22 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 CACHED_BYTES = 2 << 30
 """Resident memory of a test process from which on it forgets traced and compiled functions between two modules."""
 
+LONGEST = (
+    "compile_gates/test_attention_gpu.py",
+    "docs/test_commands.py",
+    "mesh/test_meshes.py",
+    "acceptance/test_speculation.py",
+    "mesh/test_shards.py",
+    "compile_gates/test_index_tpu.py",
+    "dspark/test_dynamic.py",
+    "comparison/test_ledger.py",
+    "comparison/test_sides.py",
+    "acceptance/test_execution_modes.py",
+    "acceptance/test_kernels.py",
+)
+"""Files of a minute of work and more, longest first. A file is one worker's: a long one at the end leaves the others
+idle, and xdist's own order, that of the number of tests, puts those with few slow tests there."""
+
 settings.register_profile(
     "v41jax", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -39,6 +55,12 @@ def pytest_addoption(parser):
     group.addoption(
         "--every-prompt", action="store_true", help="trace all quantized golden prompts, not the short ones"
     )
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from checkpoints.load import Checkpoint
@@ -24,6 +25,15 @@ def draft_checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("acceptance") / "drafting"
     write_checkpoint(path, **DRAFT)
     return path
+
+
+@pytest.fixture(autouse=True)
+def optimized_steps(request):
+    """Optimizes machine code again where `exact` serves: its few programs run for thousands of steps."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", before and "exact" not in request.fixturenames)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")
