@@ -60,6 +60,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONGEST)}
+    if missing := [str(path) for path in places if not path.exists()]:
+        raise pytest.UsageError(f"LONGEST names {', '.join(missing)}, which is not there")
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 

@@ -10,26 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def start(
-    module: str, *arguments: object, devices: int = 8, exact: bool = False, **environment: object
-) -> subprocess.Popen[str]:
-    """Starts `python -m module arguments` on virtual devices.
-
-    Args:
-      module: to be run.
-      arguments: of it.
-      devices: that it sees.
-      exact: its floats are compared to the bit with what NumPy computes, so loops are fused as users have them.
-      environment: variables that are added.
-
-    Returns:
-      The process, whose output is piped.
-    """
-    # Compiling takes most of the time, and the programs are small: LLVM need not optimize them. XLA's newer emitter of
-    # fused loops makes contexts for as many threads as there are devices anew for every program, a quarter of the work.
+def start(module: str, *arguments: object, devices: int = 8, **environment: object) -> subprocess.Popen[str]:
+    """Starts `python -m module arguments` on virtual devices; its output is piped, variables are added."""
+    # Compiling takes most of the time, and the programs are small: LLVM need not optimize them.
     flags = (
         f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
-        f"--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters={str(exact).lower()}"
+        "--xla_llvm_disable_expensive_passes=true"
     )
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
