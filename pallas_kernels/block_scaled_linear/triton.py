@@ -53,7 +53,7 @@ def config_for(rows: int, inputs: int, outputs: int, generation: str, weights: i
     """The configuration for x [rows, inputs] and `outputs` outputs of each of `weights` weights."""
     rocm = generation == "rocm"
     large = inputs * outputs >= 2**24 and not rocm
-    tile_rows = min(128 if large else 64, max(16, 1 << (rows - 1).bit_length()))
+    tile_rows = min(128 if large else 64, max(16, pl.next_power_of_2(rows)))
     tile_outputs, inner = 64, 128
     if tile_rows == 128:
         inner = 64

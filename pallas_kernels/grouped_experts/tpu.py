@@ -60,7 +60,7 @@ def unsupported(x: Array, w1: object, w2: object) -> str | None:
 def block_rows(pairs: int, experts: int) -> int:
     """Rows of a block: about the mean number of rows an expert gets."""
     mean = -(-pairs // experts)
-    return min(MOST_ROWS, max(ROW_TILE, 1 << (mean - 1).bit_length()))
+    return min(MOST_ROWS, max(ROW_TILE, pl.next_power_of_2(mean)))
 
 
 @dataclasses.dataclass(frozen=True)

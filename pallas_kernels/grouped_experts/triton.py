@@ -74,7 +74,7 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
         return many_config(mean, width, hidden, generation)
     # A block should hold all rows of nearly every expert: one that takes a second block is read twice.
     fewest, most = (16, 64) if rocm else (8, 16)
-    rows = fewest if pairs <= MOST_UNSORTED else min(most, max(fewest, 1 << (2 * mean - 1).bit_length()))
+    rows = fewest if pairs <= MOST_UNSORTED else min(most, max(fewest, pl.next_power_of_2(2 * mean)))
     if rows > 16:
         return Config(rows, tile(min(64, least), width, 64, 4), tile(64, hidden, 64, 4))
     # Measured on an H200 at 1, 8, 32, 64, 128 and 256 rows: products of 32 outputs and two warps wait for no warp

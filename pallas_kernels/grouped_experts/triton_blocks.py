@@ -15,13 +15,9 @@ COMPARED = 2**15
 """The most pairs times experts that every program compares, where it must know which experts are chosen."""
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 def pays(pairs: int, experts: int) -> bool:
     """Whether the kernel orders these pairs: more than are left as they are, and few enough for one program to see."""
-    seen = pairs >= experts or _power_of_two(pairs) * _power_of_two(experts) <= COMPARED
+    seen = pairs >= experts or pl.next_power_of_2(pairs) * pl.next_power_of_2(experts) <= COMPARED
     return MOST_UNSORTED < pairs <= MOST_COMPARED and seen
 
 
@@ -54,7 +50,7 @@ def blocks_of_layer(
 
     def kernel(ids_ref, valid_ref, layer_ref, expert_ref, first_ref, end_ref, pair_ref):
         expert = pl.program_id(0)
-        pair = jnp.arange(_power_of_two(pairs), dtype=jnp.int32)
+        pair = jnp.arange(pl.next_power_of_2(pairs), dtype=jnp.int32)
         near = jnp.minimum(pair, pairs - 1)
         ids = triton.load(ids_ref.at[near])
         served = (pair < pairs) & triton.load(valid_ref.at[near // chosen]) & (ids >= 0) & (ids < experts)
@@ -68,7 +64,7 @@ def blocks_of_layer(
         triton.store(pair_ref.at[jnp.where(member, place, pairs)], pair, mask=member)
 
         if counted:
-            name = jnp.arange(_power_of_two(experts), dtype=jnp.int32)
+            name = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
             taken = jnp.max((ids[None, :] == name[:, None]).astype(jnp.int32), axis=1)
             slots = jnp.sum(jnp.where(name < expert, taken, 0))
             own_slot = (count > 0).astype(jnp.int32)
@@ -76,7 +72,7 @@ def blocks_of_layer(
             slots, own_slot = expert, 1
         begin, until = start // rows + slots, (start + count) // rows + slots + own_slot
         until = jnp.where(expert == experts - 1, most, until)
-        block = jnp.arange(_power_of_two(most), dtype=jnp.int32)
+        block = jnp.arange(pl.next_power_of_2(most), dtype=jnp.int32)
         mine = (block >= begin) & (block < until)
         first = start + (block - begin) * rows
         held = first < start + count

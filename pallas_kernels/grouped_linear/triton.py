@@ -57,9 +57,9 @@ def unsupported(x: Array, weight: Array) -> str | None:
 def config_for(rows: int, groups: int, outputs: int, inputs: int, generation: str) -> Config:
     """The configuration for x [rows, groups, inputs] and `outputs` outputs of each group."""
     rocm = generation == "rocm"
-    tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
+    tile_rows = min(64, max(16, pl.next_power_of_2(rows)))
     few = tile_rows == 16
-    tile_outputs = min(64 if rocm or few else 128, max(16, 1 << (outputs - 1).bit_length()))
+    tile_outputs = min(64 if rocm or few else 128, max(16, pl.next_power_of_2(outputs)))
     inner = next(size for size in ((128,) if few else ()) + (64, 32, 16) if inputs % size == 0)
     steps, tiles = inputs // inner, groups * -(-outputs // tile_outputs) * -(-rows // tile_rows)
     wanted = max(1, min(steps, (608 if rocm else 264) // tiles))

@@ -235,7 +235,7 @@ def _call(
 
 
 def _block_size(width: int) -> int:
-    return min(BLOCK, max(LANE_GROUP, 1 << (width - 1).bit_length()))
+    return min(BLOCK, max(LANE_GROUP, pl.next_power_of_2(width)))
 
 
 def _summed(ref: object, columns: _Columns, first: Array | int, dtype: jnp.dtype) -> Array:

@@ -82,7 +82,7 @@ def route(
     """See `pallas_kernels.route`; `unsupported` has been asked."""
     layer, bias, bias_vl = backend.with_layer(layer, bias, bias_vl)
     rows, experts = logits.shape
-    block = max(32, 1 << (experts - 1).bit_length())
+    block = max(32, pl.next_power_of_2(experts))
     triton = backend.triton()
 
     def kernel(logits_ref, bias_ref, bias_vl_ref, image_ref, layer_ref, ids_ref, weights_ref):

@@ -18,7 +18,6 @@ from pallas_kernels.select_topk.triton import (
     level_reader,
     level_sizes,
     load_row,
-    next_power_of_two,
     pick_down,
     too_many_levels,
 )
@@ -37,7 +36,7 @@ def unsupported(rows: int, width: int, num_blocks: int, block_size: int) -> str 
     config = config_for(rows, blocks, num_blocks)
     if config.capacity > MOST_CAPACITY:
         return f"{num_blocks} blocks need {config.capacity} keys in one program, more than {MOST_CAPACITY}"
-    ratio = config.capacity // next_power_of_two(num_blocks)
+    ratio = config.capacity // pl.next_power_of_2(num_blocks)
     return too_many_levels(blocks, ratio, config.capacity, max(1, config.chunk // block_size))
 
 
@@ -57,7 +56,7 @@ def select_candidates(
         return jnp.full((rows, num_blocks), -1, jnp.int32)
     blocks = pl.cdiv(width, block_size)
     config = config or config_for(rows, blocks, num_blocks)
-    ratio = config.capacity // next_power_of_two(num_blocks)
+    ratio = config.capacity // pl.next_power_of_2(num_blocks)
     chunk_blocks = max(1, config.chunk // block_size)
     chunks = pl.cdiv(blocks, chunk_blocks)
     upper = level_sizes(blocks, ratio, config.capacity, chunk_blocks)

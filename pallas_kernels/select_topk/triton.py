@@ -46,7 +46,7 @@ class Config:
 
 def config_for(rows: int, width: int, k: int) -> Config:
     """The configuration for `rows` rows of `width` scores."""
-    capacity = max(8192, 4 * next_power_of_two(k))
+    capacity = max(8192, 4 * pl.next_power_of_2(k))
     return Config(capacity=capacity, chunk=4096, pick_warps=16 if rows <= 512 else 8, level_warps=4)
 
 
@@ -55,7 +55,7 @@ def unsupported(rows: int, width: int, k: int) -> str | None:
     config = config_for(rows, width, k)
     if config.capacity > MOST_CAPACITY:
         return f"k of {k} needs {config.capacity} keys in one program, more than {MOST_CAPACITY}"
-    return too_many_levels(width, config.capacity // next_power_of_two(k), config.capacity, config.chunk)
+    return too_many_levels(width, config.capacity // pl.next_power_of_2(k), config.capacity, config.chunk)
 
 
 def too_many_levels(width: int, ratio: int, capacity: int, chunk: int) -> str | None:
@@ -65,11 +65,6 @@ def too_many_levels(width: int, ratio: int, capacity: int, chunk: int) -> str | 
     except ValueError as error:
         return str(error)
     return None
-
-
-def next_power_of_two(x: int) -> int:
-    """Smallest power of two >= x >= 1."""
-    return 1 << (x - 1).bit_length()
 
 
 def pick(keys: Array, k: int, pinned: bool = False) -> tuple[Array, Array, Array]:
@@ -167,7 +162,7 @@ def select_topk(
     if rows == 0 or width == 0:
         return jnp.full((rows, k), -1, jnp.int32), jnp.zeros((rows,), jnp.int32)
     config = config or config_for(rows, width, k)
-    ratio = config.capacity // next_power_of_two(k)
+    ratio = config.capacity // pl.next_power_of_2(k)
     sizes = level_sizes(width, ratio, config.capacity, config.chunk)
     optional = () if candidates is None else (candidates,)
 
@@ -256,7 +251,7 @@ def pick_down(
     """
     plgpu = backend.triton()
     rows = operands[0].shape[0]
-    places = next_power_of_two(k)
+    places = pl.next_power_of_2(k)
 
     def kernel(*refs):
         leaf_refs, level_refs = refs[: len(operands)], refs[len(operands) : len(operands) + len(levels)]
@@ -264,7 +259,7 @@ def pick_down(
         row = pl.program_id(0)
         place = jnp.arange(places, dtype=jnp.int32)
         readers = [leaves(*leaf_refs), *[level_reader(ref) for ref in level_refs]]
-        size = next_power_of_two(level_refs[-1].shape[1] if level_refs else width)
+        size = pl.next_power_of_2(level_refs[-1].shape[1] if level_refs else width)
         members = jnp.arange(size, dtype=jnp.int32)
         keys = readers[-1](row, members, size)
         for level in range(len(levels), 0, -1):

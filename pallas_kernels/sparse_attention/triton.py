@@ -67,7 +67,7 @@ MANY_ROWS = 512
 
 def config_for(rows: int, heads: int, width: int, listed: int, generation: str) -> Config:
     """The configuration for `rows` query rows of `heads` heads over at most `listed` keys; shapes only, no contents."""
-    block = max(16, 1 << (heads - 1).bit_length())
+    block = max(16, pl.next_power_of_2(heads))
     if generation == "rocm":
         # 64 KiB of shared memory: the latent width goes through it in four pieces.
         base = Config(keys=32, heads=min(32, block), parts=4, splits=1, num_warps=4, num_stages=1)

@@ -86,7 +86,7 @@ def stream_mixes(
     def kernel(parts_ref, base_ref, scale_ref, layer_ref, pre_ref, post_ref, combination_ref):
         row, place = pl.program_id(0), layer_ref[0]
         splits, _, columns = parts_ref.shape
-        tile = (_power_of_two(splits), columns)
+        tile = (pl.next_power_of_2(splits), columns)
         split = jnp.broadcast_to(jnp.arange(tile[0], dtype=jnp.int32)[:, None], tile)
         column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[None, :], tile)
         there = split < splits
@@ -136,7 +136,7 @@ def projection_parts(
     """
     rows, inner = flat.shape
     outputs = fn.shape[1]
-    columns = max(16, _power_of_two(outputs + 1))
+    columns = max(16, pl.next_power_of_2(outputs + 1))
     config = config or projection_for(rows)
     tile_rows = config.rows
     tiles, steps = -(-rows // tile_rows), -(-inner // config.inner)
@@ -244,8 +244,3 @@ def _targets(row: Array, streams: int, pre_ref: object, post_ref: object, combin
     each = [np.int32(stream) for stream in range(streams)]
     places = [ref.at[row, stream] for ref in (pre_ref, post_ref) for stream in each]
     return places + [combination_ref.at[row, source, to] for source in each for to in each]
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not less than `size`."""
-    return 1 << (size - 1).bit_length()
