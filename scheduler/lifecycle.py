@@ -145,7 +145,7 @@ class Lifecycle:
         return True
 
     def fail_all(self, reason: str) -> list[RequestOutput]:
-        """Ends every live request after a fatal engine error; the pools' content is lost.
+        """Ends every live request after a step failed, and forgets checkpoint images, whose content may be lost.
 
         Returns:
           Every undelivered output, one `failed: ...` for each live request included.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,17 @@ def test_requests_after_a_step_that_was_refused_get_their_tokens(engine, prompts
     statistics = engine.statistics()
     assert statistics["live"] == statistics["pages_used"] == 0
     assert [result.tokens for result in engine.generate(staggered)] == alone
+
+
+def test_a_refused_step_ends_a_process_that_has_told_the_others_to_end(engine, prompts, monkeypatch):
+    told = []
+    monkeypatch.setattr(engine, "_followers", types.SimpleNamespace(fail=told.append))
+    lookup = engine.core._lookup
+    monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 0))
+    with pytest.raises(StepFailedError) as caught:
+        engine.generate(prompts)
+    assert len(told) == 1 and "no such table" in told[0]
+    assert not caught.value.pools_whole
 
 
 def test_a_step_that_fails_after_its_dispatch_ends_the_engine(engine, prompts, monkeypatch):

@@ -405,6 +405,9 @@ class Engine:
         except BaseException as error:
             if self._followers is not None:
                 self._followers.fail(describe(error))
+                if isinstance(error, StepFailedError):
+                    # The other processes end: this one cannot go on without them.
+                    error.pools_whole = False
             raise
 
     def _step(self) -> list[tuple[RequestId, Delta, Generation | None]]:

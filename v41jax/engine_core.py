@@ -209,7 +209,7 @@ class EngineCore:
             batch = resolve_pending(batch, previous.batch, result)
         if tiers is not None:
             tiers.before_forward()
-        # Up to the dispatch only requests of this batch can be harmed: plan and pages in the cache are consistent.
+        # Up to the dispatch nothing but live requests can be lost: plan and pages in the cache are consistent.
         self._preparing = True
         shape, shards = self.buckets.shape(batch), len(batch.shards)
         arrays = self._arrays(batch, shape)

@@ -31,8 +31,8 @@ def stream_mixes(
 
     z = (x . fn^T) / sqrt(mean(x^2) + norm_epsilon) of the row x of all streams, in true float32. Twenty alternations
     over S x S numbers are hundreds of tiny operations to a compiler and one kernel here. On a GPU the projections of
-    few rows are a kernel too, which cuts the inner dimension among programs: it adds up in another order than XLA. A
-    TPU leaves them to XLA, where no operation costs a launch.
+    bfloat16 rows are a kernel too, which cuts the inner dimension among programs: it adds up in another order than XLA.
+    A TPU leaves them to XLA, where no operation costs a launch.
 
     Args:
       streams: [N, S, D] activation dtype.
