@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.block_scaled_linear import tpu as linear_tpu
 from pallas_kernels.block_scaled_linear import triton as linear_triton
-from pallas_kernels.grouped_experts import ExpertWeights, Order
+from pallas_kernels.grouped_experts import ExpertWeights, Order, triton_blocks
 from pallas_kernels.grouped_experts import tpu as experts_tpu
 from pallas_kernels.grouped_experts import triton as experts_triton
 from pallas_kernels.grouped_experts.arrangement import arranged
@@ -101,6 +101,12 @@ def gpu_builds() -> Iterator[Build]:
         for order in orders:
             name = f"grouped_experts {rows} rows" + (", arranged" if order == "arranged" else "")
             yield Build(name, experts, expert_arguments(rows, order))
+    # The most pairs times experts that a program compares.
+    yield Build(
+        "expert_blocks 48 pairs of 384",
+        _expert_blocks,
+        (shape((8, 6), jnp.int32), shape((8,), jnp.bool_)),
+    )
     for rows, outputs, inputs in ((1, 32_768, 1280), (64, 5120, 8192)):
         yield Build(
             f"block_scaled_linear {rows} rows, {inputs} -> {outputs}",
@@ -108,6 +114,11 @@ def gpu_builds() -> Iterator[Build]:
             linear_arguments(rows, outputs, inputs),
         )
     yield Build("block_scaled_linear of two weights, 1 rows", _pair, linear_arguments(1, EXPERT_WIDTH, HIDDEN_WIDTH))
+
+
+def _expert_blocks(ids: Any, valid: Any) -> tuple:
+    blocks = triton_blocks.blocks_of_layer(ids, valid, 3, 384, 5 * 384, 8)
+    return blocks.expert, blocks.first, blocks.end, blocks.pair
 
 
 def _pair(x: Any, codes: Any, scales: Any) -> tuple:

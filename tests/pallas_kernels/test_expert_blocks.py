@@ -55,7 +55,7 @@ def test_blocks_hold_every_served_pair_once_in_order(count, chosen, experts, row
     check(*routed(count, count, chosen, experts), experts, rows)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 99), st.integers(13, 24), st.integers(1, 3), st.integers(3, 9), st.sampled_from([8, 16]))
 def test_blocks_of_any_shape(seed, count, chosen, experts, rows):
     check(*routed(seed, count, chosen, experts), experts, rows)
