@@ -147,7 +147,7 @@ def test_requests_after_a_step_that_was_refused_get_their_tokens(engine, prompts
     staggered = [dataclasses.replace(prompt, arrival_step=index) for index, prompt in enumerate(prompts)]
     with pytest.raises(StepFailedError, match="no such table") as caught:
         engine.generate(staggered)
-    assert caught.value.pools_whole
+    assert caught.value.recoverable
     statistics = engine.statistics()
     assert statistics["live"] == statistics["pages_used"] == 0
     assert [result.tokens for result in engine.generate(staggered)] == alone
@@ -161,7 +161,7 @@ def test_a_refused_step_ends_a_process_that_has_told_the_others_to_end(engine, p
     with pytest.raises(StepFailedError) as caught:
         engine.generate(prompts)
     assert len(told) == 1 and "no such table" in told[0]
-    assert not caught.value.pools_whole
+    assert not caught.value.recoverable
 
 
 def test_a_step_that_fails_after_its_dispatch_ends_the_engine(engine, prompts, monkeypatch):
@@ -174,7 +174,7 @@ def test_a_step_that_fails_after_its_dispatch_ends_the_engine(engine, prompts, m
         patch.setattr(engine.core, "_read", FailingOnce(engine.core._read, 0))
         with pytest.raises(StepFailedError) as read:
             engine.generate(prompts)
-    assert not planned.value.pools_whole and not read.value.pools_whole
+    assert not planned.value.recoverable and not read.value.recoverable
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(engine):

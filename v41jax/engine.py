@@ -331,7 +331,7 @@ class Engine:
 
         Raises:
           RuntimeError: while streams are open.
-          StepFailedError: a step failed; the engine cannot be used again, unless its pools are whole.
+          StepFailedError: a step failed; the engine cannot be used again, unless that is recoverable.
         """
         if self._thread is not None:
             raise RuntimeError("generate cannot be used while streams are open: await `stream` instead")
@@ -407,7 +407,7 @@ class Engine:
                 self._followers.fail(describe(error))
                 if isinstance(error, StepFailedError):
                     # The other processes end: this one cannot go on without them.
-                    error.pools_whole = False
+                    error.recoverable = False
             raise
 
     def _step(self) -> list[tuple[RequestId, Delta, Generation | None]]:

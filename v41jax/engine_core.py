@@ -111,12 +111,13 @@ class StepFailedError(RuntimeError):
 
     Attributes:
       outputs: the last output of each of them, with a reason that begins with `failed:`.
-      pools_whole: the step was refused before the pools were donated to it: the engine can take requests again.
+      recoverable: the engine can take requests again. The step was refused before the pools were donated to it, and no
+        other process was left inside it.
     """
 
-    def __init__(self, message: str, outputs: list[RequestOutput], *, pools_whole: bool):
+    def __init__(self, message: str, outputs: list[RequestOutput], *, recoverable: bool):
         self.outputs = outputs
-        self.pools_whole = pools_whole
+        self.recoverable = recoverable
         super().__init__(message)
 
 
@@ -171,8 +172,8 @@ class EngineCore:
         """Plans and dispatches one step and returns the outputs of the one before.
 
         Raises:
-          StepFailedError: whatever made the step fail is its cause; this engine cannot be used again, unless its pools
-            are whole.
+          StepFailedError: whatever made the step fail is its cause; this engine cannot be used again, unless that is
+            recoverable.
         """
         self._preparing = False
         try:
@@ -182,8 +183,8 @@ class EngineCore:
             reason = f"{type(error).__name__}: {error}"
             outputs = self.scheduler.fail_all(reason)
             self._release_images(outputs)
-            whole = self._preparing and not self.runner.failed
-            raise StepFailedError(reason, outputs, pools_whole=whole) from error
+            recoverable = self._preparing and not self.runner.failed
+            raise StepFailedError(reason, outputs, recoverable=recoverable) from error
         self._release_images(outputs)
         return outputs
 

@@ -110,7 +110,7 @@ class EngineThread:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            if isinstance(error, StepFailedError) and error.pools_whole:
+            if isinstance(error, StepFailedError) and error.recoverable:
                 _log.exception("a step was refused")
             else:
                 _log.exception("the engine failed")

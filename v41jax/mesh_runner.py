@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scheduler import pools as pool_arrays
@@ -193,11 +192,6 @@ class MeshRunner(ModelRunner):
         if outputs not in self._empty_edits:
             self._empty_edits[outputs] = empty_edits(outputs, *self._adjustments.shape)
         return self._empty_edits[outputs]
-
-    def load_adjustments(self, slot: int, row: np.ndarray) -> None:
-        """Replaces what a slot's logits are adjusted by: row [V] float32."""
-        with self._taking_pools():
-            self._adjustments = self._put_row(self._adjustments, np.int32(slot), row)
 
     @functools.cached_property
     def _put_row(self) -> Any:

@@ -201,7 +201,7 @@ def _spread(rows: Array, destinations: Array, *, count: int, dtype: DTypeLike) -
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_row(adjustments: Array, slot: Array, row: Array) -> Array:
+def _with_row(adjustments: Array, slot: Array, row: Array) -> Array:
     return adjustments.at[slot].set(row)
 
 
@@ -441,7 +441,12 @@ class ModelRunner:
     def load_adjustments(self, slot: int, row: np.ndarray) -> None:
         """Replaces what a slot's logits are adjusted by: row [V] float32."""
         with self._taking_pools():
-            self._adjustments = _put_row(self._adjustments, np.int32(slot), row)
+            self._adjustments = self._put_row(self._adjustments, np.int32(slot), row)
+
+    @property
+    def _put_row(self) -> Callable[[Array, np.int32, np.ndarray], Array]:
+        """Adjustments, a slot and its row -> adjustments with that row, in place."""
+        return _with_row
 
     def step_sampling(
         self,

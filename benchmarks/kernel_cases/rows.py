@@ -22,6 +22,10 @@ def _normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+def _streams(seed: int, rows: int, width: int) -> jax.Array:
+    return _normal(seed, (rows, STREAMS, width), jnp.bfloat16)
+
+
 def _sets(make: Callable[[int], tuple], count: int) -> list[tuple]:
     return [make(seed) for seed in range(count)]
 
@@ -50,7 +54,7 @@ def _mixes_case(rows: int, width: int) -> Case:
         4 * coefficients * inner + rows * (2 * inner + 4 * coefficients),
         functools.partial(stream_mixes, iterations=20, epsilon=1e-6, norm_epsilon=EPSILON),
         lambda seed: (
-            _normal(seed, (rows, STREAMS, width), jnp.bfloat16),
+            _streams(seed, rows, width),
             _normal(seed, (coefficients, inner)) / inner**0.5,
             _normal(seed, (coefficients,)),
             _normal(seed, (3,)),
@@ -61,10 +65,6 @@ def _mixes_case(rows: int, width: int) -> Case:
 
 def _cases(rows: int, width: int, latent: int, hidden: int) -> Iterator[Case]:
     yield _mixes_case(rows, width)
-
-    def streams(seed: int) -> jax.Array:
-        return _normal(seed, (rows, STREAMS, width), jnp.bfloat16)
-
     quantize: dict[str, Any] = {"quantize": True}
     # A rounding that falls the other way moves a value by one step of bfloat16, and then perhaps by one of Q8.
     yield _case(
@@ -73,7 +73,7 @@ def _cases(rows: int, width: int, latent: int, hidden: int) -> Iterator[Case]:
         2 * rows * width * (STREAMS + 2),
         functools.partial(collapsed_rows, epsilon=EPSILON, **quantize),
         lambda seed: (
-            streams(seed),
+            _streams(seed, rows, width),
             jax.random.uniform(jax.random.key(seed), (rows, STREAMS)),
             _normal(seed, (width,), jnp.bfloat16),
         ),
