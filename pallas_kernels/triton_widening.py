@@ -81,10 +81,10 @@ def power_bfloat16(scales: Array) -> Array:
     return lax.bitcast_convert_type(jnp.where(code == 255, jnp.uint16(0x7FC0), bits), jnp.bfloat16)
 
 
-def widen_e4m3(codes: Array, scales: Array, cuda: bool) -> Array:
-    """Values [a, b] bfloat16 in the order of `fp8_operand`, exact.
+def e4m3_values(codes: Array, scales: Array, cuda: bool) -> Array:
+    """Values [a, b] bfloat16 in the order of the codes, exact.
 
-    codes: [a, b] uint8, b a multiple of `LANE_GROUP`; scales: [a, b / 32] uint8 E8M0.
+    codes: [a, b] uint8; scales: [a, b / 32] uint8 E8M0.
     """
     rows, count = codes.shape
     groups = scales.shape[1]
@@ -92,7 +92,7 @@ def widen_e4m3(codes: Array, scales: Array, cuda: bool) -> Array:
         values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
         powers = decode_e8m0(scales.astype(jnp.int32))[:, :, None]
         widened = (values.reshape(rows, groups, count // groups) * powers).reshape(rows, count)
-        return _lane_order(widened.astype(jnp.bfloat16))
+        return widened.astype(jnp.bfloat16)
     spread = jnp.broadcast_to(power_bfloat16(scales)[:, :, None], (rows, groups, count // groups))
     [values] = backend.triton().elementwise_inline_asm(
         E4M3_CUDA,
@@ -101,4 +101,9 @@ def widen_e4m3(codes: Array, scales: Array, cuda: bool) -> Array:
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct((rows, count), jnp.bfloat16)],
     )
-    return _lane_order(values)
+    return values
+
+
+def widen_e4m3(codes: Array, scales: Array, cuda: bool) -> Array:
+    """`e4m3_values` in the order of `fp8_operand`; b is a multiple of `LANE_GROUP`."""
+    return _lane_order(e4m3_values(codes, scales, cuda))

@@ -96,7 +96,10 @@ def _products(
         "block_scaled_linear",
         implementation,
         {
-            "triton": backend.Candidate(triton.unsupported(x, codes), triton.preferred(x.shape[0], outputs * inputs)),
+            "triton": backend.Candidate(
+                triton.unsupported(x, codes),
+                triton.preferred(x.shape[0], outputs * inputs, backend.current_target().generation),
+            ),
             "tpu": backend.Candidate(tpu.unsupported(x, codes), tpu.preferred(x.shape[0])),
         },
     )

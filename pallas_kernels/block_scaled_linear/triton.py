@@ -2,6 +2,7 @@
 
 Outputs are the left operand's rows, so that the tensor cores see whole tiles even for one row of x. When outputs alone
 do not fill the device, the inner dimension is cut among programs and their float32 parts are added by a second kernel.
+Many rows are multiplied by `triton_widened`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
+from pallas_kernels.block_scaled_linear import triton_widened
 from pallas_kernels.triton_widening import LANE_GROUP, fp8_operand, packed_instructions, widen_e4m3
 
 Array = jax.Array
@@ -73,15 +75,17 @@ def config_for(rows: int, inputs: int, outputs: int, generation: str, weights: i
 
 
 MOST_ROWS = 128
-"""The most rows the kernel was measured at. XLA pays about 90 us to widen a large weight, whatever the rows."""
+"""Rows up to which weights are widened in registers; more are worth a widened weight in memory."""
 LEAST_WEIGHT = 2**21
 """Weight elements below which XLA computes the product of one row. It widens the weight to memory first, in a launch
 more; at 2^22 elements it was measured to be slower."""
 
 
-def preferred(rows: int, weight: int) -> bool:
-    """Whether `auto` takes the kernel for `rows` rows and `weight` weight elements: where it won on an H200."""
-    return rows <= MOST_ROWS and (rows > 1 or weight >= LEAST_WEIGHT)
+def preferred(rows: int, weight: int, generation: str) -> bool:
+    """Whether `auto` takes a kernel for `rows` rows and `weight` weight elements: where it won on an H200."""
+    if rows > MOST_ROWS:
+        return generation == "cuda"
+    return rows > 1 or weight >= LEAST_WEIGHT
 
 
 def unsupported(x: Array, codes: Array) -> str | None:
@@ -187,11 +191,16 @@ def block_scaled_linears(
     outputs = weights[0][0].shape[1]
     if rows == 0:
         return (jnp.zeros((1, 0, outputs) if parts else (0, outputs), x.dtype),) * count
+    weights = [
+        (codes if codes.dtype == jnp.uint8 else lax.bitcast_convert_type(codes, jnp.uint8), scales)
+        for codes, scales in weights
+    ]
+    if config is None and rows > MOST_ROWS:
+        products = [triton_widened.block_scaled_linear(x, *weight, layer, interpret=interpret) for weight in weights]
+        return tuple(product[None] if parts else product for product in products)
     config = config or config_for(rows, inputs, outputs, backend.current_target().generation, count)
     operand = fp8_operand(x, -(-inputs // LANE_GROUP) * LANE_GROUP) if lanes is None else lanes
-    operands = []
-    for codes, scales in weights:
-        operands += [codes if codes.dtype == jnp.uint8 else lax.bitcast_convert_type(codes, jnp.uint8), scales]
+    operands = [part for weight in weights for part in weight]
     programs = -(-outputs // config.outputs) * config.splits * -(-rows // config.rows)
     cuda = packed_instructions() and not interpret
 

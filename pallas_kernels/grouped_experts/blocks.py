@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-MOST_UNSORTED = 12
-"""(row, expert) pairs up to which every pair is a block: ordering them would cost more than reading an expert twice."""
 MOST_COMPARED = 1024
 """Pairs up to which they are ordered by comparing all with all, a few fused kernels where a sort is many."""
 
@@ -35,8 +33,6 @@ def blocks_of(ids: Array, experts: int, rows: int) -> Blocks:
     """Blocks of the pairs ids [P], where pairs that are not served have the id `experts`."""
     pairs = ids.shape[0]
     position = jnp.arange(pairs, dtype=jnp.int32)
-    if pairs <= MOST_UNSORTED:
-        return Blocks(ids, position, position + 1, position)
     expert = jnp.arange(experts, dtype=jnp.int32)
     if pairs <= MOST_COMPARED:
         earlier = (ids[None, :] < ids[:, None]) | (

@@ -1,8 +1,8 @@
 """The routed experts for GPUs: one kernel for gate, up and activation, one for down, widening weights in registers.
 
-A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks; with very
-few rows every pair is a block of its own. Programs of few outputs and two warps fill a device even then. Weights are
-widened one code of their 16-bit words after the other, so x and the hidden values are kept in the order of `by_code`.
+A block is a few rows of one expert: (row, expert) pairs are put in the order of experts and cut into blocks. Weights
+are widened one code of their 16-bit words after the other, so x and the hidden values are in the order of `by_code`.
+Very few pairs are multiplied by `triton_pairs`, very many by `triton_many`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.grouped_experts import triton_blocks
+from pallas_kernels.grouped_experts import triton_blocks, triton_pairs
 from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, CODES, place_by_code, words_of
-from pallas_kernels.grouped_experts.blocks import MOST_UNSORTED, Blocks, blocks_of
+from pallas_kernels.grouped_experts.blocks import Blocks, blocks_of
 from pallas_kernels.grouped_experts.triton_many import ManyConfig, expert_outputs
+from pallas_kernels.grouped_experts.triton_pairs import MOST_PAIRS, PairConfig
 from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, store_rows
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
 from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
@@ -59,8 +60,13 @@ class Config:
     down: Tile
 
 
-def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> Config | ManyConfig:
+AnyConfig = Config | ManyConfig | PairConfig
+
+
+def config_for(pairs: int, experts: int, width: int, hidden: int, generation: str) -> AnyConfig:
     """The configuration for `pairs` (row, expert) pairs over `experts` experts of [hidden, width]."""
+    if pairs <= MOST_PAIRS:
+        return triton_pairs.config_for(width, hidden, generation)
     rocm = generation == "rocm"
     mean, least = -(-pairs // experts), 32 * (hidden // 32)
 
@@ -74,7 +80,7 @@ def config_for(pairs: int, experts: int, width: int, hidden: int, generation: st
         return many_config(mean, width, hidden, generation)
     # A block should hold all rows of nearly every expert: one that takes a second block is read twice.
     fewest, most = (16, 64) if rocm else (8, 16)
-    rows = fewest if pairs <= MOST_UNSORTED else min(most, max(fewest, pl.next_power_of_2(2 * mean)))
+    rows = min(most, max(fewest, pl.next_power_of_2(2 * mean)))
     if rows > 16:
         return Config(rows, tile(min(64, least), width, 64, 4), tile(64, hidden, 64, 4))
     # Measured on an H200 at 1, 8, 32, 64, 128 and 256 rows: products of 32 outputs and two warps wait for no warp
@@ -246,7 +252,7 @@ def grouped_experts(
     layers: int = 1,
     layer: Array | int = 0,
     codes: Array | None = None,
-    config: Config | ManyConfig | None = None,
+    config: AnyConfig | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `pallas_kernels.grouped_experts`; `unsupported` was asked, weights are [layers * E, ...]."""
@@ -258,24 +264,29 @@ def grouped_experts(
     config = config or config_for(pairs, experts, width, hidden_width, backend.current_target().generation)
     cuda = packed_instructions() and not interpret
     served = valid[:, None] & (expert_ids >= 0) & (expert_ids < experts)
+    options = {
+        "swiglu_limit": swiglu_limit,
+        "quantize_hidden": quantize_hidden,
+        "cuda": cuda,
+        "interpret": interpret,
+    }
+    matrices, routing = (w1, w3, w2), weights.reshape(-1)
+    if isinstance(config, PairConfig):
+        operands = (x, routing, expert_ids, valid, matrices)
+        place = {"experts": experts, "layer": layer}
+        outputs = triton_pairs.expert_outputs(*operands, codes=codes, config=config, **place, **options)
+        return _combine(outputs.reshape(rows, chosen, width), served)
     if triton_blocks.pays(pairs, experts):
         lists = (expert_ids, valid, layer, experts, total, config.rows)
         blocks = triton_blocks.blocks_of_layer(*lists, interpret=interpret)
     else:
         ids = jnp.where(served, expert_ids + layer * experts, total)
         blocks = blocks_of(ids.reshape(-1), total, config.rows)
-    operands = (x, weights.reshape(-1), blocks, (w1, w3, w2))
-    options = {
-        "swiglu_limit": swiglu_limit,
-        "quantize_hidden": quantize_hidden,
-        "chosen": chosen,
-        "cuda": cuda,
-        "interpret": interpret,
-    }
+    operands = (x, routing, blocks, matrices)
     if isinstance(config, ManyConfig):
-        outputs = expert_outputs(*operands, config=config, **options)
+        outputs = expert_outputs(*operands, chosen=chosen, config=config, **options)
     else:
-        outputs = _expert_outputs(*operands, codes=codes, config=config, **options)
+        outputs = _expert_outputs(*operands, codes=codes, chosen=chosen, config=config, **options)
     return _combine(outputs.reshape(rows, chosen, width), served)
 
 

@@ -24,10 +24,13 @@ def load_rows(
     ref: object, index: Array, first: Array, count: int, leading: Array | None = None, live: Array | None = None
 ) -> Array:
     """ref[(leading,) index, first : first + count] as [len(index), count]; rows that are not `live` are 0 and cost no
-    traffic."""
+    traffic.
+
+    first: of all rows, or [len(index)].
+    """
     shape = (index.shape[0], count)
-    column = first + jnp.arange(count, dtype=jnp.int32)
-    place = [jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+    first = jnp.broadcast_to(first[:, None] if first.ndim else first, shape)
+    place = [jnp.broadcast_to(index[:, None], shape), first + jnp.arange(count, dtype=jnp.int32)[None, :]]
     if leading is not None:
         place.insert(0, jnp.broadcast_to(leading, shape))
     if live is None:

@@ -107,7 +107,7 @@ def gpu_builds() -> Iterator[Build]:
         _expert_blocks,
         (shape((8, 6), jnp.int32), shape((8,), jnp.bool_)),
     )
-    for rows, outputs, inputs in ((1, 32_768, 1280), (64, 5120, 8192)):
+    for rows, outputs, inputs in ((1, 32_768, 1280), (64, 5120, 8192), (1024, 2304, 5120)):
         yield Build(
             f"block_scaled_linear {rows} rows, {inputs} -> {outputs}",
             linear_triton.block_scaled_linear,

@@ -10,7 +10,14 @@ import pytest
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts import ExpertWeights, grouped_experts, reads_arranged, triton, triton_many
+from pallas_kernels.grouped_experts import (
+    ExpertWeights,
+    grouped_experts,
+    reads_arranged,
+    triton,
+    triton_many,
+    triton_pairs,
+)
 from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, arranged
 from pallas_kernels.grouped_experts.triton_parts import operand_of
 from tests.pallas_kernels.expert_oracle import expert_case
@@ -22,6 +29,7 @@ BLOCKS = triton.Config(16, triton.Tile(32, 32, 2, 1), triton.Tile(64, 32, 2, 1))
 MANY = triton_many.ManyConfig(32, 16, 64, 16, 4, 1)
 MANY_BLOCKS = triton_many.ManyConfig(16, 16, 32, 32, 4, 1)
 MIXED = triton.Config(16, triton.Tile(64, 32, 4, 1), triton.Tile(32, 16, 4, 1))
+PAIRS = triton_pairs.PairConfig(8, triton_pairs.PairTile(32, 2, 32, 4, 1), triton_pairs.PairTile(64, 1, 16, 2, 1))
 
 
 def in_order(case, matrices=(0, 1, 2)):
@@ -55,6 +63,7 @@ def exact_case(seed, **sizes):
     [
         (40, 256, 128, HALF_BLOCKS),
         (3, 256, 128, BLOCKS),
+        (4, 256, 128, PAIRS),
         (40, 256, 128, MANY),
         (3, 256, 192, MIXED),
         (3, 192, 128, HALF_BLOCKS),

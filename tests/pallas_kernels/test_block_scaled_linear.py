@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.block_scaled_linear import block_scaled_linear, block_scaled_parts, tpu, triton, xla
+from pallas_kernels.block_scaled_linear import block_scaled_linear, block_scaled_parts, tpu, triton, triton_widened, xla
 from pallas_kernels.triton_widening import fp8_operand
 from v41jax import quantization_numpy as quantization
 
@@ -97,6 +97,26 @@ def test_parts_of_several_weights_add_up_to_their_products(inputs, implementatio
         call(x, [(codes, scales), (codes[:32], scales[:1])])
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 64), (1280, 32), (512, 96)])
+def test_weight_of_many_rows_is_widened_to_the_bits_of_the_definition(inputs, outputs):
+    rng = np.random.default_rng(inputs)
+    codes = jnp.asarray(rng.integers(0, 256, (3, outputs, inputs)), jnp.uint8)
+    scales = jnp.asarray(rng.integers(0, 256, (3, outputs // 32, inputs // 32)), jnp.uint8).at[1, 0, 0].set(255)
+    found = triton_widened.widened(codes, scales, jnp.int32(1), interpret=True)
+    expected = xla.dequantize(codes[1], scales[1], jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    assert np.isnan(np.asarray(found, np.float32)[:32, :32]).all()
+
+
+def test_many_rows_are_the_product_of_the_definition():
+    x, codes, scales, expected = linear_case(3, triton.MOST_ROWS + 1, 96, 64, jnp.bfloat16)
+    stacks = [(jnp.stack([codes * 0, codes]), jnp.stack([scales, scales]))] * 2
+    call = functools.partial(block_scaled_parts, implementation="pallas", layer=jnp.int32(1))
+    for [product] in jax.jit(call)(x, stacks):
+        assert_product(product, expected, jnp.bfloat16)
+        np.testing.assert_array_equal(product, xla.block_scaled_linear(x, codes, scales))
+
+
 @pytest.mark.parametrize("generation", ["cuda", "rocm"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1280, 32_768), (8192, 5120), (5120, 2304), (5120, 1280), (5120, 512)])
 def test_splits_fill_the_device_and_none_is_without_work(generation, inputs, outputs):
@@ -130,24 +150,25 @@ def test_one_layer_of_a_stack_is_that_layer_alone(implementation):
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "kernel"),
+    ("rows", "inputs", "outputs", "generation", "kernel"),
     [
-        (1, 1280, 32_768, True),
-        (1, 5120, 512, True),
-        (1, 2560, 512, False),
-        (8, 5120, 512, True),
-        (64, 8192, 5120, True),
-        (128, 5120, 512, True),
-        (129, 5120, 512, False),
+        (1, 1280, 32_768, "cuda", True),
+        (1, 5120, 512, "cuda", True),
+        (1, 2560, 512, "cuda", False),
+        (8, 5120, 512, "cuda", True),
+        (64, 8192, 5120, "cuda", True),
+        (128, 5120, 512, "rocm", True),
+        (129, 5120, 512, "rocm", False),
+        (4096, 5120, 512, "cuda", True),
     ],
 )
-def test_auto_takes_the_kernel_where_it_was_measured_to_win(rows, inputs, outputs, kernel):
+def test_auto_takes_a_kernel_where_it_was_measured_to_win(rows, inputs, outputs, generation, kernel):
     arguments = (
         jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
         jax.ShapeDtypeStruct((outputs, inputs), jnp.uint8),
         jax.ShapeDtypeStruct((outputs // 32, inputs // 32), jnp.uint8),
     )
-    with backend.use_target(backend.Target("triton", "cuda")):
+    with backend.use_target(backend.Target("triton", generation)):
         traced = jax.make_jaxpr(lambda *x: block_scaled_linear(*x))(*arguments)
     assert ("pallas_call" in str(traced)) == kernel
 

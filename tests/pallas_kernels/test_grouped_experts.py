@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelUnsupportedError
-from pallas_kernels.grouped_experts import ExpertWeights, blocks, dense, grouped_experts, tpu, triton, triton_many, xla
+from pallas_kernels.grouped_experts import (
+    ExpertWeights,
+    blocks,
+    dense,
+    grouped_experts,
+    tpu,
+    triton,
+    triton_many,
+    triton_pairs,
+    xla,
+)
 from pallas_kernels.grouped_experts.triton_parts import operand_of
 from pallas_kernels.grouped_experts.xla import row_tile
 from tests.pallas_kernels.expert_oracle import expert_case, experts_oracle, rounded
@@ -149,7 +159,39 @@ def test_many_rows_an_expert_take_a_kernel_of_their_own(rows, of_block):
     assert 5120 % config.outputs == 0 == 2304 % config.outputs and 2304 // 4 % config.inner == 0
 
 
-@pytest.mark.parametrize(("rows", "of_block"), [(1, 8), (8, 8), (64, 8), (128, 16), (256, 16)])
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize("options", [{}, {"swiglu_limit": 0.0, "quantize_hidden": False}])
+def test_kernel_of_single_pairs_adds_the_parts_of_a_row(parts, options):
+    tile = triton_pairs.PairTile(32, parts, 16, 4, 1)
+    tiles = triton_pairs.PairConfig(8, tile, dataclasses.replace(tile, parts=1))
+    case = expert_case(4, rows=4, experts=5, chosen=3, width=512, hidden=192, dtype=jnp.bfloat16, padding=1)
+    case.expert_ids[1] = [-1, 2, 5]
+    assert_meaning(run_on_gpu(case, tiles, **options), case, **options)
+
+
+def test_kernel_of_single_pairs_reads_one_layer_of_a_stack_and_the_row_alone():
+    case = expert_case(4, rows=3, experts=6, chosen=2, width=256, hidden=192, dtype=jnp.bfloat16, padding=1)
+    x, ids, routing, *matrices = case.arrays()
+    stacks = jax.tree.map(lambda part: jnp.stack([jnp.full_like(part, 255), part]), matrices)
+    joined = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stacks)
+    options = {"swiglu_limit": 10.0, "quantize_hidden": True, "valid": jnp.asarray(case.valid)}
+    call = functools.partial(triton.grouped_experts, layers=2, layer=jnp.int32(1), interpret=True, **options)
+    found = np.asarray(call(x, ids, routing, *joined))
+    assert_meaning(found, case)
+    others = np.asarray(call(x.at[0].set(jnp.nan), ids, routing, *joined))
+    np.testing.assert_array_equal(others[1:], found[1:])
+
+
+@pytest.mark.parametrize("generation", ["cuda", "rocm"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_very_few_pairs_are_blocks_of_their_own(rows, generation):
+    config = triton.config_for(rows * 6, 96, 5120, 2304, generation)
+    assert isinstance(config, triton_pairs.PairConfig)
+    for tile, inputs in ((config.hidden, 5120), (config.down, 2304)):
+        assert tile.parts <= config.columns and inputs // 4 // tile.parts % max(32, tile.inner) == 0
+
+
+@pytest.mark.parametrize(("rows", "of_block"), [(3, 8), (8, 8), (64, 8), (128, 16), (256, 16)])
 def test_few_rows_an_expert_take_blocks_that_hold_nearly_all_of_them(rows, of_block):
     config = triton.config_for(rows * 6, 96, 5120, 2304, "cuda")
     assert isinstance(config, triton.Config) and config.rows == of_block
@@ -166,7 +208,7 @@ def test_blocks_of_few_rows_take_a_smaller_product(rows):
     assert_meaning(run_on_gpu(case, MANY_TILES), case)
 
 
-@pytest.mark.parametrize("pairs", [6, 48, 384, 1440])
+@pytest.mark.parametrize("pairs", [18, 48, 384, 1440])
 def test_tiles_of_the_release_divide_its_widths(pairs):
     config = triton.config_for(pairs, 96, 5120, 2304, "cuda")
     assert 5120 // 4 % config.hidden.inner == 0 == 2304 // 4 % config.down.inner
