@@ -15,14 +15,17 @@ from scheduler.scheduled_batch import Phase
 from scheduler.sequence import PLACEHOLDER, SamplingParams, Sequence
 from v41jax.logit_edits import EditPlanner
 from v41jax.runner import empty_edits
-from v41jax.sampling import edit_logits, token_scores
+from v41jax.sampling import SamplingInputs, change_adjustments, choose_tokens, edit_logits, sample, token_scores
 from v41jax.verification import Verified, edit_rows, keep_changes
 
 VOCABULARY, SLOTS = 70, 3
 PENALIZED = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((7, 3.0), (69, -100.0)))
 
 
-edit = jax.jit(edit_logits)
+@jax.jit
+def edit(logits, adjustments, edits):
+    adjustments = change_adjustments(adjustments, edits)
+    return adjustments, edit_logits(logits, adjustments, edits)
 
 
 class Device:
@@ -266,3 +269,38 @@ def test_what_a_gpu_may_skip_holds_nothing_that_no_graph_captures():
             # A function of its own: one traced for another target keeps what it was traced with.
             traced = str(jax.make_jaxpr(lambda *given: scores(*given))(*arguments))
         assert ("top_k" not in traced) == captured, generation
+
+
+NOBODY = SamplingInputs(
+    *(jnp.zeros(2, dtype) for dtype in ("float32", "int32")),
+    jnp.ones(2),
+    *(jnp.zeros(2, dtype) for dtype in ("float32", "uint32", "int32")),
+)
+
+
+@pytest.mark.parametrize("asked", ["nothing", "bias", "constraint", "draw", "scores"])
+def test_what_one_row_asks_for_changes_that_row_alone(asked):
+    """Whether a step takes the branch of the largest logits or the other one, a row's token is its own."""
+    never = 9
+    logits = np.random.default_rng(1).normal(size=(2, VOCABULARY)).astype(np.float32)
+    logits[:, never] = 100.0
+    best = np.argsort(-logits, axis=1)[:, 1]
+    edits, inputs, scored, expected = empty_edits(2, SLOTS, VOCABULARY), NOBODY, False, best.copy()
+    if asked == "bias":
+        edits.slots[0], edits.tokens[0], edits.changes[0], expected[0] = 1, 5, 50.0, 5
+    elif asked == "constraint":
+        edits.constrained[0], edits.allowed[0], expected[0] = True, [1 << 3, 0, 0], 3
+    elif asked == "draw":
+        # Hot enough to draw evenly: the noise alone decides.
+        inputs = inputs._replace(temperature=jnp.asarray([1e30, 0.0]))
+        alone = sample(jnp.asarray(logits[:1]).at[:, never].set(-jnp.inf), jax.tree.map(lambda part: part[:1], inputs))
+        expected[0] = int(alone[0])
+        assert expected[0] != best[0]
+    elif asked == "scores":
+        scored = True
+    changed, tokens, scores = jax.jit(choose_tokens, static_argnames="never")(
+        jnp.asarray(logits), jnp.zeros((SLOTS, VOCABULARY)), edits, inputs, jnp.asarray(scored), never=never
+    )
+    assert np.asarray(tokens).tolist() == expected.tolist()
+    assert np.asarray(scores.chosen).all() == scored and np.asarray(scores.top).any() == scored
+    assert np.asarray(changed).sum() == (50.0 if asked == "bias" else 0.0)

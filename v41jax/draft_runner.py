@@ -30,7 +30,7 @@ from v41jax.runner import (
     StepOutput,
     StepSampling,
     abstract,
-    choose_tokens,
+    finish_step,
     sampling_inputs,
 )
 from v41jax.sampling import SamplingInputs
@@ -68,7 +68,7 @@ def serve_prefill(
         image_embeddings=image_embeddings,
         keep_flow=sampling.targets is not None,
     )
-    return choose_tokens(weights.target, pools, adjustments, batch, output, sampling, setup=setup)
+    return finish_step(weights.target, pools, adjustments, batch, output, sampling, setup=setup)
 
 
 def serve_verify(

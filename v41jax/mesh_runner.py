@@ -34,7 +34,7 @@ from v41jax.parameters import (
     load_leaves,
     parameter_leaves,
 )
-from v41jax.runner import ModelRunner, StepOutput, StepSampling, choose_tokens, empty_edits
+from v41jax.runner import ModelRunner, StepOutput, StepSampling, empty_edits, finish_step
 from v41jax.sampling import LogitEdits
 from v41jax.sharding import pool_specs, shardings, step_specs, weight_specs
 from v41jax.state_copies import Images, StateCopies, allocate_images
@@ -83,7 +83,7 @@ def mesh_serve_step(
         draft=draft,
     )
     whole = whole_step(batch, setup.parallel, pools.last_token.shape[0] // setup.parallel.data)
-    return choose_tokens(params, pools, adjustments, whole, output, sampling, setup=setup)
+    return finish_step(params, pools, adjustments, whole, output, sampling, setup=setup)
 
 
 def jit_on_mesh(step: Callable[..., Any], mesh: Mesh, setup: ModelSetup, arguments: Sequence[Any]) -> Any:

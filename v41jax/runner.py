@@ -36,7 +36,7 @@ from v41jax.packed_arguments import StepPacking
 from v41jax.page_transfer import ONE_DEVICE, TransferName, Transfers, run_transfer
 from v41jax.parameters import Parameters
 from v41jax.piecewise import PiecewiseStep
-from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, edit_logits, sample, token_scores
+from v41jax.sampling import LogitEdits, SamplingInputs, TokenScores, choose_tokens, token_scores
 from v41jax.sharding import join_steps
 from v41jax.state_copies import Images, StateCopies, allocate_images
 from v41jax.step_arrays import empty_step, engram_shapes, image_shape
@@ -134,10 +134,10 @@ def serve_step(
         image_embeddings=image_embeddings,
         keep_flow=sampling.targets is not None,
     )
-    return choose_tokens(params, pools, adjustments, batch, output, sampling, setup=setup)
+    return finish_step(params, pools, adjustments, batch, output, sampling, setup=setup)
 
 
-def choose_tokens(
+def finish_step(
     params: Parameters,
     pools: Pools,
     adjustments: Array,
@@ -148,9 +148,14 @@ def choose_tokens(
     setup: ModelSetup,
 ) -> tuple[Pools, Array, StepOutput]:
     """What a step does after its forward; arguments and results as of `serve_step`."""
-    adjustments, logits = edit_logits(output.logits, adjustments, sampling.edits)
-    tokens = sample(logits.at[:, setup.config.image_token_id].set(-jnp.inf), sampling.inputs)
-    scores = token_scores(output.logits, tokens, sampling.scored)
+    adjustments, tokens, scores = choose_tokens(
+        output.logits,
+        adjustments,
+        sampling.edits,
+        sampling.inputs,
+        sampling.scored,
+        never=setup.config.image_token_id,
+    )
     prompt_scores = None
     if sampling.targets is not None:
         prompt_scores = score_rows(params, output.flow, sampling.targets, setup)
@@ -435,7 +440,7 @@ class ModelRunner:
 
     def _in_pieces(self, phase: Phase) -> PiecewiseStep:
         if phase not in self._pieces:
-            self._pieces[phase] = PiecewiseStep(self.setup, phase, choose_tokens)
+            self._pieces[phase] = PiecewiseStep(self.setup, phase, finish_step)
         return self._pieces[phase]
 
     def load_adjustments(self, slot: int, row: np.ndarray) -> None:

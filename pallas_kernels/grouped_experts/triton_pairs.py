@@ -170,8 +170,10 @@ def _hidden_kernel(
         near = jnp.minimum(output, outputs - 1)
         refs = [(gate_words, gate_scales), (up_words, up_scales)]
         row = lax.div(pair, chosen)
+        # Asked for here: nothing is read ahead of the barriers of the products.
+        routing = backend.triton().load(routing_ref.at[pair])
         gate, up = _sums(refs, expert, near, x_ref, row, tile, config.columns, order, activation["cuda"])
-        hidden = activated(gate[:, None], up[:, None], backend.triton().load(routing_ref.at[pair]), **activation)
+        hidden = activated(gate[:, None], up[:, None], routing, **activation)
         place = place_by_code(output, outputs, next_order)
         _store(out_ref, pair, place, _present(output, outputs, tile), hidden.reshape(tile.outputs))
 

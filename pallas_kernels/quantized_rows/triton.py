@@ -76,8 +76,8 @@ def collapsed_rows(
                 total += columns.load(streams_ref, first, columns.row, stream).astype(jnp.float32) * factors[stream]
             return _round(total, dtype)
 
-        values = [block(first) for first in columns.all]
-        return _normalized(values, columns, weight_ref, layer_ref[0], epsilon, dtype)
+        weights = _weights(columns, weight_ref, layer_ref[0])
+        return _normalized([block(first) for first in columns.all], weights, columns, epsilon, dtype)
 
     layer, weight = backend.with_layer(layer, weight)
     operands = streams, pre_mix, weight, layer
@@ -99,8 +99,9 @@ def normalized_rows(
     _, rows, width = parts.shape
 
     def make(columns: _Columns, parts_ref, weight_ref, layer_ref) -> list[Array]:
+        weights = _weights(columns, weight_ref, layer_ref[0])
         values = [_summed(parts_ref, columns, first, dtype) for first in columns.all]
-        return _normalized(values, columns, weight_ref, layer_ref[0], epsilon, dtype)
+        return _normalized(values, weights, columns, epsilon, dtype)
 
     layer, weight = backend.with_layer(layer, weight)
     return _call(make, "normalized_rows", rows, width, dtype, quantize, None, interpret, parts, weight, layer)
@@ -246,15 +247,19 @@ def _summed(ref: object, columns: _Columns, first: Array | int, dtype: jnp.dtype
     return _round(total, dtype)
 
 
+def _weights(columns: _Columns, ref: object, layer: Array) -> list[Array]:
+    """The norm's weight of the program's blocks. Asked for first: nothing is read ahead of a sum among warps."""
+    return [columns.load(ref, first, layer).astype(jnp.float32) for first in columns.own]
+
+
 def _normalized(
-    values: list[Array], columns: _Columns, weight_ref: object, layer: Array, epsilon: float, dtype: jnp.dtype
+    values: list[Array], weights: list[Array], columns: _Columns, epsilon: float, dtype: jnp.dtype
 ) -> list[Array]:
     """All blocks of a row -> the program's normalized blocks, rounded to `dtype`."""
     square = values[0] * values[0]
     for value in values[1:]:
         square += value * value
     scale = lax.rsqrt(jnp.sum(jnp.sum(square, axis=1), axis=0) / columns.width + epsilon)
-    weights = [columns.load(weight_ref, first, layer).astype(jnp.float32) for first in columns.own]
     own = columns.own_of(values)
     return [_round(weight * (value * scale), dtype) for weight, value in zip(weights, own, strict=True)]
 

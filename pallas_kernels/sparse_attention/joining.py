@@ -16,6 +16,11 @@ from pallas_kernels.sparse_attention.row_math import LOG2_E, rotated
 
 Array = jax.Array
 
+MANY_SPLITS = 16
+"""Splits from which on a program joins `JOINED_DIMS` dims of one head and asks for all splits at once: one after the
+other, a few at a time, they take as many round trips of the memory."""
+JOINED_DIMS = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -105,6 +110,44 @@ def _join_kernel(
     finish(refs, row, first_head, heads, peak, total, (sums,), width, cut * size)
 
 
+def _join_many_kernel(
+    sums_ref: object,
+    peak_ref: object,
+    total_ref: object,
+    sink_ref: object,
+    layer_ref: object,
+    batch_ref: object,
+    cos_ref: object,
+    sin_ref: object,
+    out_ref: object,
+    *,
+    splits: int,
+    dims: int,
+) -> None:
+    """Joins many splits of `dims` dims of one head of one query row."""
+    triton = backend.triton()
+    heads, width = out_ref.shape[1:]
+    pieces = width // dims
+    piece, program = lax.rem(pl.program_id(0), pieces), lax.div(pl.program_id(0), pieces)
+    head, row = lax.rem(program, heads), lax.div(program, heads)
+    split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
+    there = split < splits
+    near = jnp.where(there, split, 0)
+    peaks = triton.load(peak_ref.at[row, near, head], mask=there, other=-jnp.inf)
+    totals = triton.load(total_ref.at[row, near, head], mask=there, other=0.0)
+    shape = (split.shape[0], dims)
+    column = piece * dims + jnp.arange(dims, dtype=jnp.int32)
+    place = (jnp.broadcast_to(near[:, None], shape), head, jnp.broadcast_to(column[None, :], shape))
+    parts = triton.load(sums_ref.at[(row, *place)], mask=jnp.broadcast_to(there[:, None], shape), other=0.0)
+    live = triton.load(batch_ref.at[row]) >= 0
+    peak = jnp.max(peaks)
+    shrink = jnp.exp2(peaks - peak)
+    sums = jnp.sum(shrink[:, None] * parts, axis=0)
+    refs = (sink_ref, layer_ref, cos_ref, sin_ref, live, out_ref)
+    total = jnp.broadcast_to(jnp.sum(shrink * totals), (1,))
+    finish(refs, row, head, 1, jnp.broadcast_to(peak, (1,)), total, (sums[None, :],), width, piece * dims)
+
+
 def join(
     results: Sequence[Array],
     sink: Array,
@@ -118,11 +161,18 @@ def join(
 ) -> Array:
     """[N, H, d] like `query` from sums [N, splits, H, d] and their peaks and totals [N, splits cuts, H]."""
     rows, heads, width = query.shape
+    if cut.splits >= MANY_SPLITS and cut.cuts == 1:
+        dims = min(width, JOINED_DIMS)
+        kernel = functools.partial(_join_many_kernel, splits=cut.splits, dims=dims)
+        programs, warps = rows * heads * (width // dims), 8
+    else:
+        kernel = functools.partial(_join_kernel, **dataclasses.asdict(cut), width=width)
+        programs, warps = rows * -(-heads // cut.heads) * cut.cuts, 4
     return backend.triton_call(
-        functools.partial(_join_kernel, **dataclasses.asdict(cut), width=width),
+        kernel,
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(rows * -(-heads // cut.heads) * cut.cuts,),
-        num_warps=4,
+        grid=(programs,),
+        num_warps=warps,
         num_stages=1,
         interpret=interpret,
         name="sparse_attention_join",
