@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import backend
 from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stored_rows import load_rows
@@ -289,9 +290,18 @@ def run_stacked(
 
     # The place is carried and not scanned over: reading it from an array would be a launch of its own on a GPU.
     carry = (flow.streams, flow.pre_mix, pools.window, jnp.int32(first))
-    carry, (layer_record, entering) = jax.lax.scan(body, carry, length=len(run.layers))
+    carry, (layer_record, entering) = jax.lax.scan(body, carry, length=len(run.layers), unroll=unrolls_layers(step))
     streams, pre_mix, window, _ = carry
     return flow._replace(streams=streams, pre_mix=pre_mix), pools.replace(window=window), layer_record, entering
+
+
+def unrolls_layers(step: Step) -> bool:
+    """Whether the layers of a run follow each other in the program instead of in a loop: in decode on an NVIDIA GPU.
+
+    There a step is one captured graph, in which a loop's condition is a kernel that the next layer waits for, short as it
+    is. It takes time to compile, and a prompt would gain nothing by it.
+    """
+    return step.phase == "decode" and backend.current_target() == backend.Target("triton", "cuda")
 
 
 def run_layer(
