@@ -246,6 +246,7 @@ def triton_call(
     interpret: bool,
     name: str,
     input_output_aliases: Mapping[int, int] | None = None,
+    after: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """A `pallas_call` of the Triton route whose operands and results are whole arrays in device memory.
 
@@ -258,7 +259,21 @@ def triton_call(
       interpret: run as plain JAX operations.
       name: shown in profiles.
       input_output_aliases: operand to result positions that share memory.
+      after: what must be there before the programs start, though they do not read it. Of two kernels that become ready
+        at the same moment an H200 often delays one by the time of the other: one that is not urgent lets the other go
+        first. Without `input_output_aliases`.
     """
+    if after is not None:
+        call = triton_call(
+            lambda _, *refs: kernel(*refs),
+            out_shape,
+            grid=grid,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            interpret=interpret,
+            name=name,
+        )
+        return functools.partial(call, after)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return pl.pallas_call(

@@ -1,6 +1,7 @@
 """What a runner asks of XLA when it compiles a step."""
 
 import logging
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from pallas_kernels import backend
 from v41jax.compiled_steps import Lowered, compiled, compiler_options
 from v41jax.layers.collectives import Parallel
+from v41jax.model import unrolls_layers
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,9 @@ from v41jax.layers.collectives import Parallel
 def test_kernels_run_side_by_side_on_one_nvidia_gpu(target, parallel, asked):
     with backend.use_target(backend.Target(*target)):
         assert bool(compiler_options(parallel)) == asked
+        for phase, unrolled in (("decode", asked), ("prefill", False)):
+            step = SimpleNamespace(phase=phase, setup=SimpleNamespace(parallel=parallel))
+            assert unrolls_layers(step) == unrolled
 
 
 def test_what_the_user_says_of_an_option_stands(monkeypatch):

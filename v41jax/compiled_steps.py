@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels import backend
-from v41jax.layers.collectives import Parallel
+from v41jax.layers.collectives import Parallel, captured
 
 Options = dict[str, str | bool | int]
 
@@ -62,7 +61,7 @@ def compiler_options(parallel: Parallel) -> Options:
     the other), and layers of a run follow each other without a condition between them. On a mesh collectives keep
     their order.
     """
-    if parallel.chips > 1 or backend.current_target() != backend.Target("triton", "cuda"):
+    if not captured(parallel):
         return {}
     asked: Options = {
         "xla_gpu_enable_command_buffer": CAPTURED,

@@ -27,7 +27,7 @@ from v41jax.layers.attention import (
 )
 from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.linear import linear, product, quantize_input
-from v41jax.layers.moe import codes_read, moe
+from v41jax.layers.moe import codes_read, moe, shared_hidden
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rope import at_positions
 from v41jax.layers.rows import Requests, Rows
@@ -310,16 +310,18 @@ def draft_stage(
       Streams and pre-mix after the stage.
     """
     text, precision, kernels = draft_text(setup.config.text), setup.precision, setup.kernels
-    coefficients = mixes(streams, weights.attn_mix, text, kernels)
     inputs = sublayer_input(streams, pre_mix, weights.attn_norm, text, precision, kernels)
+    coefficients = mixes(streams, weights.attn_mix, text, kernels, after=inputs)
     output = _attention(weights, inputs, rows, requests, pools, ring_offset, setup)
     streams = expand(output, streams, coefficients)
 
-    ffn = mixes(streams, weights.ffn_mix, text, kernels)
     codes = codes_read(weights.moe)
     inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, kernels, codes=codes)
+    hidden = shared_hidden(inputs, weights.moe.shared, text, precision, kernels)
+    ffn = mixes(streams, weights.ffn_mix, text, kernels, after=hidden)
     output, _ = moe(
         inputs,
+        hidden,
         weights.moe,
         rows.image_rows,
         rows.batch_ids >= 0,

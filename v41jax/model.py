@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
 from pallas_kernels.quantized_rows import QuantizedRows
 from pallas_kernels.rounding import round_to
 from pallas_kernels.stored_rows import load_rows
@@ -28,7 +27,7 @@ from v41jax.layers.compressor import OwnerMemory, compress
 from v41jax.layers.engram import embed_rows, engram
 from v41jax.layers.hyper_connections import collapse, expand, mixes, sublayer_input
 from v41jax.layers.linear import product
-from v41jax.layers.moe import Routing, codes_read, moe
+from v41jax.layers.moe import Routing, codes_read, moe, shared_hidden
 from v41jax.layers.norm import rms_norm
 from v41jax.layers.rows import Phase, Requests, Rows, prepare_rows
 from v41jax.parameters import LayerWeights, Parameters, Run, layer_of_run, layer_weights, plan_runs
@@ -296,12 +295,12 @@ def run_stacked(
 
 
 def unrolls_layers(step: Step) -> bool:
-    """Whether the layers of a run follow each other in the program instead of in a loop: in decode on an NVIDIA GPU.
+    """Whether the layers of a run follow each other in the program instead of in a loop.
 
-    There a step is one captured graph, in which a loop's condition is a kernel that the next layer waits for, short as it
-    is. It takes time to compile, and a prompt would gain nothing by it.
+    They do in decode where a step is one captured graph: there a loop's condition is a kernel that the next layer waits
+    for.
     """
-    return step.phase == "decode" and backend.current_target() == backend.Target("triton", "cuda")
+    return step.phase == "decode" and collectives.captured(step.setup.parallel)
 
 
 def run_layer(
@@ -414,17 +413,19 @@ def block(
     if step.queries is not None:
         rows = step.queries.rows
         flow, inputs = take_rows((flow, inputs), step.queries.index)
-    coefficients = mixes(flow.streams, weights.attn_mix, text, setup.kernels)
+    coefficients = mixes(flow.streams, weights.attn_mix, text, setup.kernels, after=inputs)
     output, flow, window = attention_sublayer(
         weights, topology, AttentionInputs(inputs, kv, rows), flow, pools, window, ring_offset, step
     )
     streams = expand(output, flow.streams, coefficients)
 
-    ffn = mixes(streams, weights.ffn_mix, text, setup.kernels)
     codes = codes_read(weights.moe)
     inputs = sublayer_input(streams, coefficients.pre, weights.ffn_norm, text, precision, setup.kernels, codes=codes)
+    hidden = shared_hidden(inputs, weights.moe.shared, text, precision, setup.kernels)
+    ffn = mixes(streams, weights.ffn_mix, text, setup.kernels, after=hidden)
     output, routing = moe(
         inputs,
+        hidden,
         weights.moe,
         rows.image_rows,
         rows.batch_ids >= 0,

@@ -26,8 +26,6 @@ Array = jax.Array
 
 MOST_CAPACITY = 16_384
 """Keys of one program: beyond this they no longer fit its registers."""
-FEW_ROWS = 128
-"""Rows up to which a program of as many keys is worth its registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +47,6 @@ class Config:
 def config_for(rows: int, width: int, k: int) -> Config:
     """The configuration for `rows` rows of `width` scores."""
     capacity = max(8192, 4 * pl.next_power_of_2(k))
-    if rows <= FEW_ROWS and width <= MOST_CAPACITY:
-        # One search less and no launch for the maxima, where a row has a multiprocessor to itself.
-        return Config(capacity=MOST_CAPACITY, chunk=4096, pick_warps=32, level_warps=4)
     return Config(capacity=capacity, chunk=4096, pick_warps=16 if rows <= 512 else 8, level_warps=4)
 
 

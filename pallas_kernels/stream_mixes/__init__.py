@@ -25,6 +25,7 @@ def stream_mixes(
     epsilon: float,
     norm_epsilon: float,
     layer: Array | int | None = None,
+    after: Array | None = None,
     implementation: str = "auto",
 ) -> tuple[Array, Array, Array]:
     """pre = sigmoid(z s0 + b) + epsilon, post = 2 sigmoid(z s1 + b), combination = Sinkhorn(softmax(z s2 + b)).
@@ -44,6 +45,8 @@ def stream_mixes(
       norm_epsilon: added to the mean square.
       layer: int32 scalar or int; fn, base and scale then have one more leading axis, layers, and the GPU kernels read
         this one in place.
+      after: an array that is made before the GPU kernels start, see `backend.triton_call`; no other implementation
+        waits for it.
       implementation: "auto", "xla" or "pallas".
 
     Returns:
@@ -70,7 +73,7 @@ def stream_mixes(
     options = {"iterations": iterations, "epsilon": epsilon}
     if rows and choice.implementation == "triton" and triton.projects(streams):
         return triton.stream_mixes(
-            streams, fn, base, scale, layer, norm_epsilon=norm_epsilon, interpret=choice.interpret, **options
+            streams, fn, base, scale, layer, after, norm_epsilon=norm_epsilon, interpret=choice.interpret, **options
         )
     if layer is not None:
         fn, base, scale = (lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in (fn, base, scale))

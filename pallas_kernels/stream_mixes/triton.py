@@ -65,6 +65,7 @@ def stream_mixes(
     base: Array,
     scale: Array,
     layer: Array | int | None = None,
+    after: Array | None = None,
     *,
     iterations: int,
     epsilon: float,
@@ -75,7 +76,7 @@ def stream_mixes(
     """See `pallas_kernels.stream_mixes`; `projects` has been asked."""
     rows, count, width = streams.shape
     layer, fn, base, scale = backend.with_layer(layer, fn, base, scale)
-    parts = projection_parts(streams.reshape(rows, -1), fn, layer, config=config, interpret=interpret)
+    parts = projection_parts(streams.reshape(rows, -1), fn, layer, after, config=config, interpret=interpret)
     outputs, inner, triton = fn.shape[1], count * width, backend.triton()
     options = {"streams": count, "iterations": iterations, "epsilon": epsilon}
     if rows > FEW_ROWS:
@@ -116,7 +117,13 @@ def stream_mixes(
 
 
 def projection_parts(
-    flat: Array, fn: Array, layer: Array, *, config: Projection | None = None, interpret: bool = False
+    flat: Array,
+    fn: Array,
+    layer: Array,
+    after: Array | None = None,
+    *,
+    config: Projection | None = None,
+    interpret: bool = False,
 ) -> Array:
     """Parts of the products of rows and of their sums of squares.
 
@@ -127,6 +134,7 @@ def projection_parts(
       flat: [N, K] bfloat16.
       fn: [layers, O, K] float32.
       layer: [1] int32.
+      after: see `stream_mixes`.
       config: None takes `projection_for`.
       interpret: run as plain JAX operations.
 
@@ -187,6 +195,7 @@ def projection_parts(
         num_stages=config.num_stages,
         interpret=interpret,
         name="stream_projections",
+        after=after,
     )(flat, fn, layer)
 
 

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import backend
 from tests.helpers.models import model
 from v41jax.layers.hyper_connections import sublayer_input
-from v41jax.layers.moe import RouterWeights, codes_read, moe, route, router_logits
+from v41jax.layers.moe import RouterWeights, codes_read, moe, route, router_logits, shared_hidden
 from v41jax.layers.stacks import OfRun
 from v41jax.parameters import layer_weights
 from v41jax.presets import preset
@@ -115,7 +115,8 @@ def test_a_layer_gives_the_same_rows_for_either_order_of_its_experts(kernels):
         rows = sublayer_input(streams, pre_mix, weights.ffn_norm, text, precision, kernels, codes=codes)
         valid = jnp.arange(5) < 4
         options = {"text": text, "precision": precision, "kernels": kernels}
-        found[form], _ = moe(rows, weights.moe, jnp.zeros(5, bool), valid, **options)
+        hidden = shared_hidden(rows, weights.moe.shared, **options)
+        found[form], _ = moe(rows, hidden, weights.moe, jnp.zeros(5, bool), valid, **options)
     stored, arranged = (np.asarray(found[form], np.float32) for form in ("stored", "arranged"))
     # Sums in another order: a hidden value may be rounded to the other side.
     error = np.linalg.norm(arranged - stored, axis=1)

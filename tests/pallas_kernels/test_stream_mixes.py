@@ -168,3 +168,16 @@ def test_arrays_that_do_not_fit_the_streams_are_refused():
         stream_mixes(x, fn[1:], base, scale, iterations=20, epsilon=EPSILON, norm_epsilon=1e-20)
     with pytest.raises(ValueError, match=r"with layer 0 needs.*got \(24, 128\)"):
         stream_mixes(x, fn, base, scale, layer=0, iterations=20, epsilon=EPSILON, norm_epsilon=1e-20)
+
+
+def test_the_kernel_starts_after_an_array_that_it_does_not_read():
+    x, *arrays = stream_operands(3, 4, 64)
+    call = functools.partial(stream_mixes, iterations=3, epsilon=EPSILON, norm_epsilon=1e-20, implementation="pallas")
+    plain = call(x, *arrays)
+    later = jax.jit(lambda after: call(x, *arrays, after=after))
+    for one, other in zip(plain, later(jnp.full(7, jnp.nan)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with backend.use_target(backend.Target("triton", "cuda")):
+        traced = jax.make_jaxpr(lambda after: call(x, *arrays, after=after))(jnp.zeros(7)).jaxpr
+        _, used = jax.interpreters.partial_eval.dce_jaxpr(traced, [True] * 3)
+    assert used == [True]

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import backend
 from pallas_kernels.rounding import round_to
 from v41jax.quantization import dequantize_rows, quantize_q8
 
@@ -64,6 +65,11 @@ class Parallel:
 
 
 ONE_CHIP = Parallel()
+
+
+def captured(parallel: Parallel) -> bool:
+    """Whether a step is one captured graph: on one NVIDIA GPU."""
+    return parallel.chips == 1 and backend.current_target() == backend.Target("triton", "cuda")
 
 
 def sum_over_model(partial: Array, parallel: Parallel) -> Array:

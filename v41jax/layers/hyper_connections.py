@@ -56,7 +56,9 @@ class Mixes(NamedTuple):
     combination: Array
 
 
-def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -> Mixes:
+def mixes(
+    streams: Array, weights: MixWeights, text: TextConfig, kernels: str, *, after: QuantizedRows | None = None
+) -> Mixes:
     """Coefficients from the current streams, [N, S, D] (model specification, "Single-pass (delayed) mHC").
 
     Args:
@@ -64,6 +66,8 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -
       weights: of the sublayer.
       text: configuration.
       kernels: implementation of the operation.
+      after: rows that are made before, where the coefficients are kernels: they are used when the sublayer has ended,
+        and should start at no moment at which a kernel does that others wait for.
     """
     return Mixes(
         *stream_mixes(
@@ -72,6 +76,7 @@ def mixes(streams: Array, weights: MixWeights, text: TextConfig, kernels: str) -
             weights.base,
             weights.scale,
             layer=weights.layer,
+            after=None if after is None else after.rounded,
             iterations=text.hc_sinkhorn_iters,
             epsilon=text.hc_eps,
             norm_epsilon=text.rms_norm_eps,

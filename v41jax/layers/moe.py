@@ -132,22 +132,27 @@ def router_logits(normalized: Array, weight: Array | OfRun, kernels: str) -> Arr
     return product(normalized, weight_of(weight))
 
 
-def shared_expert(
+def shared_hidden(
     rows: QuantizedRows, weights: FeedForwardWeights, text: TextConfig, precision: Precision, kernels: str
-) -> Array:
-    """The expert every row runs: [N, D] input -> [N, D] activation dtype."""
-    hidden = gated_rows(
+) -> QuantizedRows:
+    """Hidden values of the expert every row runs: [N, D] input -> [N, F]."""
+    return gated_rows(
         *linear_parts(rows, (weights.w1, weights.w3), kernels),
         limit=text.swiglu_limit,
         quantize=precision.activation_quantization,
         dtype=rows.quantized.dtype,
         implementation=kernels,
     )
+
+
+def shared_expert(hidden: QuantizedRows, weights: FeedForwardWeights, kernels: str) -> Array:
+    """What that expert adds: [N, F] hidden values -> [N, D] activation dtype."""
     return linear(hidden, weights.w2, kernels)
 
 
 def moe(
     rows: QuantizedRows,
+    hidden: QuantizedRows,
     weights: MoeWeights,
     image_rows: Array,
     valid: Array,
@@ -161,6 +166,7 @@ def moe(
 
     Args:
       rows: [N, D], the FFN sublayer's input.
+      hidden: [N, F], `shared_hidden` of them.
       weights: of the layer.
       image_rows: [N] bool.
       valid: [N] bool, False for padding, which reads no routed expert.
@@ -177,7 +183,7 @@ def moe(
     routed = routed_experts(
         rows, routing, weights, valid, text=text, precision=precision, kernels=kernels, parallel=parallel
     )
-    shared = shared_expert(rows, weights.shared, text, precision, kernels)
+    shared = shared_expert(hidden, weights.shared, kernels)
     total = sum_over_model(routed + shared.astype(jnp.float32), parallel)
     return round_to(total, rows.rounded.dtype), routing
 
