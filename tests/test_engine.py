@@ -153,6 +153,33 @@ def test_requests_after_a_step_that_was_refused_get_their_tokens(engine, prompts
     assert [result.tokens for result in engine.generate(staggered)] == alone
 
 
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_prefix_is_still_a_hit_after_a_step_that_was_refused(engine, monkeypatch, after):
+    """The refused steps are those of a request that hits it: of its restore, or behind that."""
+    prompt = Prompt(tuple(np.random.default_rng(10 + after).integers(3, 400, 100).tolist()), GREEDY)
+    cold = engine.generate([prompt])[0]
+    with monkeypatch.context() as patch:
+        lookup = engine.core._lookup
+        patch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, after))
+        with pytest.raises(StepFailedError):
+            engine.generate([prompt])
+    hit = engine.generate([prompt])[0]
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, 96)
+    assert hit.tokens == cold.tokens
+
+
+def test_an_image_that_a_refused_step_was_to_store_is_no_hit(engine, monkeypatch):
+    prompt = Prompt(tuple(np.random.default_rng(20).integers(3, 400, 100).tolist()), GREEDY)
+    with monkeypatch.context() as patch:
+        lookup = engine.core._lookup
+        patch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 1))
+        with pytest.raises(StepFailedError):
+            engine.generate([prompt])
+    cold, hit = (engine.generate([prompt])[0] for _ in range(2))
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, 96)
+    assert hit.tokens == cold.tokens
+
+
 def test_a_refused_step_ends_a_process_that_has_told_the_others_to_end(engine, prompts, monkeypatch):
     told = []
     monkeypatch.setattr(engine, "_followers", types.SimpleNamespace(fail=told.append))

@@ -181,9 +181,9 @@ class EngineCore:
         except Exception as error:
             self._in_flight = None
             reason = f"{type(error).__name__}: {error}"
-            outputs = self.scheduler.fail_all(reason)
-            self._release_images(outputs)
             recoverable = self._preparing and not self.runner.failed
+            outputs = self.scheduler.fail_all(reason, recoverable=recoverable)
+            self._release_images(outputs)
             raise StepFailedError(reason, outputs, recoverable=recoverable) from error
         self._release_images(outputs)
         return outputs
