@@ -17,8 +17,8 @@ from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN, load_expected
 from v41jax.engine import Engine
-from v41jax.engine_core import StepFailedError
-from v41jax.engine_requests import Prompt
+from v41jax.engine_core import EngineFailedError, StepFailedError
+from v41jax.engine_requests import LiveRequest, Prompt
 from v41jax.full_forward import full_forward, load_model
 from v41jax.parameters import Leaf
 from v41jax.precision import Precision
@@ -42,6 +42,13 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine():
+    with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
+        yield engine
+
+
+@pytest.fixture
+def own_engine():
+    """For a test that ends it."""
     with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
         yield engine
 
@@ -122,13 +129,14 @@ def test_nothing_is_left_when_nothing_runs(engine, prompts):
 class FailingOnce:
     """Calls `work`, but for one call, in place of which an exception is raised."""
 
-    def __init__(self, work, after):
+    def __init__(self, work, after, error=None):
         self.work, self.left = work, after
+        self.error = error or OSError("no such table")
 
     def __call__(self, *arguments, **options):
         self.left -= 1
         if self.left == -1:
-            raise OSError("no such table")
+            raise self.error
         return self.work(*arguments, **options)
 
 
@@ -180,28 +188,54 @@ def test_an_image_that_a_refused_step_was_to_store_is_no_hit(engine, monkeypatch
     assert hit.tokens == cold.tokens
 
 
-def test_a_refused_step_ends_a_process_that_has_told_the_others_to_end(engine, prompts, monkeypatch):
+def assert_ended(engine, prompt, cause):
+    """Everything that would submit or step says what ended the engine."""
+
+    async def stream():
+        return [delta async for delta in engine.stream(prompt)]
+
+    assert engine.failure is cause
+    calls = (
+        engine.step,
+        engine.core.step,
+        lambda: engine.submit(prompt),
+        lambda: engine.generate([prompt]),
+        lambda: asyncio.run(stream()),
+    )
+    for call in calls:
+        with pytest.raises(EngineFailedError, match="no such table") as caught:
+            call()
+        assert caught.value.__cause__ is cause
+
+
+def test_a_refused_step_ends_a_process_that_has_told_the_others_to_end(own_engine, prompts, monkeypatch):
     told = []
-    monkeypatch.setattr(engine, "_followers", types.SimpleNamespace(fail=told.append))
-    lookup = engine.core._lookup
+    monkeypatch.setattr(own_engine, "_followers", types.SimpleNamespace(fail=told.append))
+    lookup = own_engine.core._lookup
     monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 0))
     with pytest.raises(StepFailedError) as caught:
-        engine.generate(prompts)
+        own_engine.generate(prompts)
     assert len(told) == 1 and "no such table" in told[0]
     assert not caught.value.recoverable
+    assert_ended(own_engine, prompts[0], caught.value.__cause__)
 
 
-def test_a_step_that_fails_after_its_dispatch_ends_the_engine(engine, prompts, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.core.runner, "execute", lambda *_: pytest.fail("a step ran"))
-        patch.setattr(engine.core.scheduler, "schedule", FailingOnce(None, 0))
-        with pytest.raises(StepFailedError) as planned:
-            engine.generate(prompts)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.core, "_read", FailingOnce(engine.core._read, 0))
-        with pytest.raises(StepFailedError) as read:
-            engine.generate(prompts)
-    assert not planned.value.recoverable and not read.value.recoverable
+@pytest.mark.parametrize("part", ["schedule", "_read"])
+def test_a_step_that_fails_in_its_plan_or_its_results_ends_the_engine(own_engine, prompts, monkeypatch, part):
+    holder = own_engine.core.scheduler if part == "schedule" else own_engine.core
+    monkeypatch.setattr(holder, part, FailingOnce(getattr(holder, part), 0))
+    with pytest.raises(StepFailedError) as caught:
+        own_engine.generate(prompts)
+    assert not caught.value.recoverable
+    assert_ended(own_engine, prompts[0], caught.value.__cause__)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such table"), KeyboardInterrupt("no such table")], ids=repr)
+def test_what_leaves_a_step_with_outputs_undelivered_ends_the_engine(own_engine, prompts, monkeypatch, error):
+    monkeypatch.setattr(LiveRequest, "take", FailingOnce(None, 0, error))
+    with pytest.raises(type(error)):
+        own_engine.generate(prompts)
+    assert_ended(own_engine, prompts[0], error)
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(engine):
@@ -264,19 +298,20 @@ def test_streams_deliver_what_generate_returns_and_abort_when_closed(prompts, al
         assert engine.statistics()["aborted"] == 1
 
 
-def test_a_stream_after_a_step_that_was_refused_gets_its_tokens(prompts, alone, monkeypatch):
-    with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
-        lookup = engine.core._lookup
-        monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 2))
+def test_a_stream_after_a_step_that_was_refused_gets_its_tokens(own_engine, prompts, alone, monkeypatch):
+    lookup = own_engine.core._lookup
+    monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 2))
 
-        async def collect():
-            return [token async for delta in engine.stream(prompts[0]) for token in delta.tokens]
+    async def collect():
+        return [token async for delta in own_engine.stream(prompts[0]) for token in delta.tokens]
 
-        with pytest.raises(StepFailedError, match="no such table"):
-            asyncio.run(collect())
-        assert engine.failure is None
-        assert asyncio.run(collect()) == list(alone[0])
-        monkeypatch.setattr(engine.core, "_read", FailingOnce(None, 0))
-        with pytest.raises(StepFailedError):
-            asyncio.run(collect())
-        assert isinstance(engine.failure, StepFailedError)
+    with pytest.raises(StepFailedError, match="no such table"):
+        asyncio.run(collect())
+    assert own_engine.failure is None
+    assert asyncio.run(collect()) == list(alone[0])
+    monkeypatch.setattr(own_engine.core, "_read", FailingOnce(None, 0))
+    with pytest.raises(StepFailedError) as caught:
+        asyncio.run(collect())
+    assert own_engine.failure is caught.value.__cause__
+    with pytest.raises(EngineFailedError):
+        asyncio.run(collect())

@@ -9,13 +9,14 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from scheduler.sequence import RequestId
-from v41jax.engine_core import StepFailedError
 
 if TYPE_CHECKING:
     from v41jax.engine import Engine
     from v41jax.engine_requests import Delta, Prompt
 
 _log = logging.getLogger(__name__)
+
+_CLOSED = "the engine is closed"
 
 Listener = Callable[["Delta | Exception"], None]
 """Called on the engine's thread with each part of a request; it must not block."""
@@ -30,7 +31,6 @@ class EngineThread:
         self._listeners: dict[RequestId, Listener] = {}
         self._wake = threading.Condition()
         self._stopping = False
-        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="v41jax-engine", daemon=True)
         self._thread.start()
 
@@ -42,8 +42,8 @@ class EngineThread:
             if not accepted.set_running_or_notify_cancel():
                 return
             try:
-                if self._failure is not None:
-                    raise self._failure
+                if self._stopping:
+                    raise RuntimeError(_CLOSED)
                 request_id = self._engine.submit(prompt)
             except Exception as error:
                 accepted.set_exception(error)
@@ -52,13 +52,8 @@ class EngineThread:
             accepted.set_result(request_id)
 
         if not self._send(command):
-            accepted.set_exception(RuntimeError("the engine is closed"))
+            accepted.set_exception(RuntimeError(_CLOSED))
         return accepted
-
-    @property
-    def failure(self) -> Exception | None:
-        """What ended the engine; None while it works."""
-        return self._failure
 
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; its listener hears nothing more."""
@@ -97,24 +92,18 @@ class EngineThread:
                 command()
             if self._has_work():
                 self._step()
-        closed = RuntimeError("the engine is closed")
-        self._failure = self._failure or closed
         for command in self._commands:  # nothing is added any more
             command()
-        self._tell_all(closed)
+        self._tell_all(RuntimeError(_CLOSED))
 
     def _has_work(self) -> bool:
-        return self._failure is None and self._engine.core.has_work
+        return self._engine.failure is None and self._engine.core.has_work
 
     def _step(self) -> None:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            if isinstance(error, StepFailedError) and error.recoverable:
-                _log.exception("a step was refused")
-            else:
-                _log.exception("the engine failed")
-                self._failure = error
+            _log.exception("a step was refused" if self._engine.failure is None else "the engine failed")
             self._tell_all(error)
             return
         for request_id, delta, finished in deltas:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from scheduler.sequence import SamplingParams as EngineSampling
 from v41jax.engine import QueueFullError
-from v41jax.engine_core import StepFailedError
+from v41jax.engine_core import EngineFailedError, StepFailedError
 from v41jax.engine_images import PromptImages
 from v41jax.engine_requests import Delta, Prompt
 from v41jax.image_leases import ImageCapacityError
 from v41jax.sampling_params import SamplingParams
-from v41jax.server.errors import ApiError
+from v41jax.server.errors import ApiError, engine_failed
 from v41jax.server.service import Service
 
 if TYPE_CHECKING:
@@ -223,6 +223,8 @@ def _require_followed_grammar(prompt: Prompt) -> None:
 def _as_answer(error: Exception) -> Exception:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, EngineFailedError):
+        return engine_failed()
     if isinstance(error, StepFailedError):
         return ApiError(500, "the engine failed while it answered", code="engine_failed")
     if isinstance(error, ImageCapacityError) and not error.permanent:
