@@ -19,6 +19,7 @@ from tests.helpers.golden import GOLDEN, load_expected
 from v41jax.engine import Engine
 from v41jax.engine_core import EngineFailedError, StepFailedError
 from v41jax.engine_requests import LiveRequest, Prompt
+from v41jax.engine_thread import REFUSED_STEPS
 from v41jax.full_forward import full_forward, load_model
 from v41jax.parameters import Leaf
 from v41jax.precision import Precision
@@ -314,4 +315,30 @@ def test_a_stream_after_a_step_that_was_refused_gets_its_tokens(own_engine, prom
         asyncio.run(collect())
     assert own_engine.failure is caught.value.__cause__
     with pytest.raises(EngineFailedError):
+        asyncio.run(collect())
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_steps_refused_in_a_row_end_the_engine_of_streams(own_engine, prompts, alone, monkeypatch, after):
+    """The first step of every request, or the one behind it: neither gives a token. One that does begins anew."""
+    lookup = own_engine.core._lookup
+    step_rows = lookup.step_rows
+
+    async def collect():
+        return [token async for delta in own_engine.stream(prompts[0]) for token in delta.tokens]
+
+    def refused():
+        with monkeypatch.context() as patch, pytest.raises(StepFailedError, match="no such table") as caught:
+            patch.setattr(lookup, "step_rows", FailingOnce(step_rows, after))
+            asyncio.run(collect())
+        return caught.value
+
+    for _ in range(2):
+        assert all(refused().recoverable for _ in range(REFUSED_STEPS - 1))
+        assert own_engine.failure is None
+        assert asyncio.run(collect()) == list(alone[0])
+    *others, last = [refused() for _ in range(REFUSED_STEPS)]
+    assert all(error.recoverable for error in others) and not last.recoverable
+    assert own_engine.failure is last.__cause__
+    with pytest.raises(EngineFailedError, match="no such table"):
         asyncio.run(collect())

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+REFUSED_STEPS = 3
+"""Refused steps in a row, with no token for any request in between, that end the engine.
+
+A refused step ends its requests, so that each of them was made for others: one may be due to a request, or to a disk
+that comes back; what refuses several will refuse the next. Only an engine that says it has failed is replaced.
+"""
+
 _CLOSED = "the engine is closed"
 
 Listener = Callable[["Delta | Exception"], None]
@@ -31,6 +38,7 @@ class EngineThread:
         self._listeners: dict[RequestId, Listener] = {}
         self._wake = threading.Condition()
         self._stopping = False
+        self._refused = 0
         self._thread = threading.Thread(target=self._run, name="v41jax-engine", daemon=True)
         self._thread.start()
 
@@ -103,9 +111,14 @@ class EngineThread:
         try:
             deltas = self._engine.step()
         except Exception as error:
+            self._refused += 1
+            if self._refused == REFUSED_STEPS:
+                self._engine.core.end(error)
             _log.exception("a step was refused" if self._engine.failure is None else "the engine failed")
             self._tell_all(error)
             return
+        if any(delta.tokens for _, delta, _ in deltas):
+            self._refused = 0
         for request_id, delta, finished in deltas:
             self._tell(request_id, delta)
             if finished is not None:

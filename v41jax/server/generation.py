@@ -226,6 +226,9 @@ def _as_answer(error: Exception) -> Exception:
     if isinstance(error, EngineFailedError):
         return engine_failed()
     if isinstance(error, StepFailedError):
+        if error.recoverable:
+            message = "a step failed and ended the requests it was for, the engine goes on: send the request again"
+            return ApiError(500, message, code="step_refused")
         return ApiError(500, "the engine failed while it answered", code="engine_failed")
     if isinstance(error, ImageCapacityError) and not error.permanent:
         return ApiError(429, str(error), code="images_full", headers={"Retry-After": "1"})
