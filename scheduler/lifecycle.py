@@ -164,6 +164,7 @@ class Lifecycle:
         self._advanced = 0
         for sequence in list(self._sequences.values()):
             self._end(sequence, f"failed: {reason}")
+            self.counters.failed += 1
         self._aborted.clear()
         return self.take_outputs()
 

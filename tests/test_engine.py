@@ -154,11 +154,13 @@ def test_requests_after_a_step_that_was_refused_get_their_tokens(engine, prompts
             patched = dataclasses.replace(program, prepare=functools.partial(prepare, program))
             monkeypatch.setitem(programs, key, patched)
     staggered = [dataclasses.replace(prompt, arrival_step=index) for index, prompt in enumerate(prompts)]
+    before = engine.statistics()["failed"]
     with pytest.raises(StepFailedError, match="no such table") as caught:
         engine.generate(staggered)
     assert caught.value.recoverable
     statistics = engine.statistics()
     assert statistics["live"] == statistics["pages_used"] == 0
+    assert statistics["failed"] - before == len(caught.value.outputs) == min(after + 1, 4)
     assert [result.tokens for result in engine.generate(staggered)] == alone
 
 

@@ -225,6 +225,7 @@ def test_every_live_request_fails_with_its_engine():
     outputs = driver.scheduler.fail_all("lost")
     assert sorted(output.request_id for output in outputs) == [0, 1, 2, 3, 4]
     assert all(output.finish_reason == "failed: lost" for output in outputs)
+    assert driver.scheduler.statistics().counters.failed == 5
     assert not driver.scheduler.has_work
 
 

@@ -188,6 +188,9 @@ def test_a_step_that_is_refused_is_told_apart_from_an_engine_that_ends(checkpoin
         assert last == (500, "engine_failed", 503)
         assert http.get("/health").json() == {"status": "failed", "error": "OSError: no such table"}
         assert ask() == (503, "engine_failed", 503)
+        metrics = http.get("/metrics").text.splitlines()
+        assert f"v41jax_requests_failed_total {REFUSED_STEPS}.0" in metrics
+        assert f'v41jax_choices_total{{reason="failed"}} {REFUSED_STEPS}.0' in metrics
 
 
 def test_options_that_make_no_sense_are_named():

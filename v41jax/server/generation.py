@@ -145,6 +145,8 @@ async def run_choices(service: Service, groups: Sequence[Sequence[Prompt]]) -> A
                     queue.put_nowait((index, delta))
                     done.set()
         except Exception as error:
+            if isinstance(error, StepFailedError):
+                service.metrics.choices.labels("failed").inc()
             queue.put_nowait((index, error))
         finally:
             done.set()
