@@ -179,7 +179,7 @@ class CheckpointImages:
             self.unpin(restore)
 
     def abandon(self, ops: StateMaintenanceOps) -> None:
-        """The batch that carried `ops` will never complete: forgets what it was to store and releases its pins.
+        """The batch that carried `ops` did not run, or its results are lost: forgets its stores and releases its pins.
 
         An image it was to restore stays: a restore only reads it.
         """

@@ -112,8 +112,8 @@ class StepFailedError(RuntimeError):
 
     Attributes:
       outputs: the last output of each of them, with a reason that begins with `failed:`.
-      recoverable: the engine can take requests again. The step was refused before the pools were donated to it, and no
-        other process was left inside it.
+      recoverable: the engine can take requests again. The step was refused before the pools were donated to it, no
+        other process was left inside it, and it did not follow too many others (`engine_thread.REFUSED_STEPS`).
     """
 
     def __init__(self, message: str, outputs: list[RequestOutput], *, recoverable: bool):
