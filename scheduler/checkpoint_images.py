@@ -178,6 +178,20 @@ class CheckpointImages:
         for restore in ops.restores:
             self.unpin(restore)
 
+    def abandon(self, ops: StateMaintenanceOps) -> None:
+        """The batch that carried `ops` did not run, or its results are lost: forgets its stores and releases its pins.
+
+        An image it was to restore stays: a restore only reads it.
+        """
+        for store in ops.stores:
+            image = self._in_flight.pop(store.image)
+            if image.state is ImageState.COPYING:
+                self.drop(image.content_hash)
+            else:
+                self._release_if_idle(image)
+        for restore in ops.restores:
+            self.unpin(restore)
+
     @property
     def num_in_flight(self) -> int:
         """Images that a store or restore, not completed, still uses."""

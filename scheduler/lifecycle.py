@@ -144,20 +144,27 @@ class Lifecycle:
         self._aborted[request_id] = sequence
         return True
 
-    def fail_all(self, reason: str) -> list[RequestOutput]:
-        """Ends every live request after a step failed, and forgets checkpoint images, whose content may be lost.
+    def fail_all(self, reason: str, *, recoverable: bool = False) -> list[RequestOutput]:
+        """Ends every live request after a step failed.
+
+        Args:
+          reason: of the failure.
+          recoverable: the device's memory is as the last dispatched step leaves it. Then READY checkpoint images stay;
+            else all are forgotten, as their content may be lost.
 
         Returns:
           Every undelivered output, one `failed: ...` for each live request included.
         """
         if self.manager.images is not None:
             for batch in self._outstanding:
-                self.manager.images.complete(batch.ops)
-            self.manager.images.drop_all()
+                self.manager.images.abandon(batch.ops)
+            if not recoverable:
+                self.manager.images.drop_all()
         self._outstanding.clear()
         self._advanced = 0
         for sequence in list(self._sequences.values()):
             self._end(sequence, f"failed: {reason}")
+            self.counters.failed += 1
         self._aborted.clear()
         return self.take_outputs()
 

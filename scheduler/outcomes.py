@@ -62,7 +62,7 @@ class Counters:
       hit_images: of these, images whose every position was reused.
       preemptions: times a running request was sent back.
       stale_results: results dropped because their request had moved on.
-      refused, aborted, finished: requests by outcome; every request ends in exactly one.
+      refused, aborted, finished, failed: requests by outcome; every request ends in exactly one.
       output_tokens: tokens finalized.
       draft_tokens: proposals that were verified.
       accepted_tokens: of these, proposals that equal the target's choice, stop rules not considered.
@@ -83,6 +83,7 @@ class Counters:
     refused: int = 0
     aborted: int = 0
     finished: int = 0
+    failed: int = 0
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

@@ -144,10 +144,10 @@ class ShardedScheduler:
         home = self._homes.get(request_id)
         return home is not None and self.shards[home].abort(request_id)
 
-    def fail_all(self, reason: str) -> list[RequestOutput]:
+    def fail_all(self, reason: str, *, recoverable: bool = False) -> list[RequestOutput]:
         """As of `Scheduler`."""
         self._outstanding.clear()
-        return self._deliver(shard.fail_all(reason) for shard in self.shards)
+        return self._deliver(shard.fail_all(reason, recoverable=recoverable) for shard in self.shards)
 
     # State ---------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN, load_expected
 from v41jax.engine import Engine
-from v41jax.engine_core import StepFailedError
-from v41jax.engine_requests import Prompt
+from v41jax.engine_core import EngineFailedError, StepFailedError
+from v41jax.engine_requests import LiveRequest, Prompt
+from v41jax.engine_thread import REFUSED_STEPS
 from v41jax.full_forward import full_forward, load_model
 from v41jax.parameters import Leaf
 from v41jax.precision import Precision
@@ -42,6 +43,13 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine():
+    with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
+        yield engine
+
+
+@pytest.fixture
+def own_engine():
+    """For a test that ends it."""
     with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
         yield engine
 
@@ -122,13 +130,14 @@ def test_nothing_is_left_when_nothing_runs(engine, prompts):
 class FailingOnce:
     """Calls `work`, but for one call, in place of which an exception is raised."""
 
-    def __init__(self, work, after):
+    def __init__(self, work, after, error=None):
         self.work, self.left = work, after
+        self.error = error or OSError("no such table")
 
     def __call__(self, *arguments, **options):
         self.left -= 1
         if self.left == -1:
-            raise OSError("no such table")
+            raise self.error
         return self.work(*arguments, **options)
 
 
@@ -145,36 +154,91 @@ def test_requests_after_a_step_that_was_refused_get_their_tokens(engine, prompts
             patched = dataclasses.replace(program, prepare=functools.partial(prepare, program))
             monkeypatch.setitem(programs, key, patched)
     staggered = [dataclasses.replace(prompt, arrival_step=index) for index, prompt in enumerate(prompts)]
+    before = engine.statistics()["failed"]
     with pytest.raises(StepFailedError, match="no such table") as caught:
         engine.generate(staggered)
     assert caught.value.recoverable
     statistics = engine.statistics()
     assert statistics["live"] == statistics["pages_used"] == 0
+    assert statistics["failed"] - before == len(caught.value.outputs) == min(after + 1, 4)
     assert [result.tokens for result in engine.generate(staggered)] == alone
 
 
-def test_a_refused_step_ends_a_process_that_has_told_the_others_to_end(engine, prompts, monkeypatch):
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_prefix_is_still_a_hit_after_a_step_that_was_refused(engine, monkeypatch, after):
+    """The refused steps are those of a request that hits it: of its restore, or behind that."""
+    prompt = Prompt(tuple(np.random.default_rng(10 + after).integers(3, 400, 100).tolist()), GREEDY)
+    cold = engine.generate([prompt])[0]
+    with monkeypatch.context() as patch:
+        lookup = engine.core._lookup
+        patch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, after))
+        with pytest.raises(StepFailedError):
+            engine.generate([prompt])
+    hit = engine.generate([prompt])[0]
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, 96)
+    assert hit.tokens == cold.tokens
+
+
+def test_an_image_that_a_refused_step_was_to_store_is_no_hit(engine, monkeypatch):
+    prompt = Prompt(tuple(np.random.default_rng(20).integers(3, 400, 100).tolist()), GREEDY)
+    with monkeypatch.context() as patch:
+        lookup = engine.core._lookup
+        patch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 1))
+        with pytest.raises(StepFailedError):
+            engine.generate([prompt])
+    cold, hit = (engine.generate([prompt])[0] for _ in range(2))
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, 96)
+    assert hit.tokens == cold.tokens
+
+
+def assert_ended(engine, prompt, cause):
+    """Everything that would submit or step says what ended the engine."""
+
+    async def stream():
+        return [delta async for delta in engine.stream(prompt)]
+
+    assert engine.failure is cause
+    calls = (
+        engine.step,
+        engine.core.step,
+        lambda: engine.submit(prompt),
+        lambda: engine.generate([prompt]),
+        lambda: asyncio.run(stream()),
+    )
+    for call in calls:
+        with pytest.raises(EngineFailedError, match="no such table") as caught:
+            call()
+        assert caught.value.__cause__ is cause
+
+
+def test_a_refused_step_ends_a_process_that_has_told_the_others_to_end(own_engine, prompts, monkeypatch):
     told = []
-    monkeypatch.setattr(engine, "_followers", types.SimpleNamespace(fail=told.append))
-    lookup = engine.core._lookup
+    monkeypatch.setattr(own_engine, "_followers", types.SimpleNamespace(fail=told.append))
+    lookup = own_engine.core._lookup
     monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 0))
     with pytest.raises(StepFailedError) as caught:
-        engine.generate(prompts)
+        own_engine.generate(prompts)
     assert len(told) == 1 and "no such table" in told[0]
     assert not caught.value.recoverable
+    assert_ended(own_engine, prompts[0], caught.value.__cause__)
 
 
-def test_a_step_that_fails_after_its_dispatch_ends_the_engine(engine, prompts, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.core.runner, "execute", lambda *_: pytest.fail("a step ran"))
-        patch.setattr(engine.core.scheduler, "schedule", FailingOnce(None, 0))
-        with pytest.raises(StepFailedError) as planned:
-            engine.generate(prompts)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.core, "_read", FailingOnce(engine.core._read, 0))
-        with pytest.raises(StepFailedError) as read:
-            engine.generate(prompts)
-    assert not planned.value.recoverable and not read.value.recoverable
+@pytest.mark.parametrize("part", ["schedule", "_read"])
+def test_a_step_that_fails_in_its_plan_or_its_results_ends_the_engine(own_engine, prompts, monkeypatch, part):
+    holder = own_engine.core.scheduler if part == "schedule" else own_engine.core
+    monkeypatch.setattr(holder, part, FailingOnce(getattr(holder, part), 0))
+    with pytest.raises(StepFailedError) as caught:
+        own_engine.generate(prompts)
+    assert not caught.value.recoverable
+    assert_ended(own_engine, prompts[0], caught.value.__cause__)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such table"), KeyboardInterrupt("no such table")], ids=repr)
+def test_what_leaves_a_step_with_outputs_undelivered_ends_the_engine(own_engine, prompts, monkeypatch, error):
+    monkeypatch.setattr(LiveRequest, "take", FailingOnce(None, 0, error))
+    with pytest.raises(type(error)):
+        own_engine.generate(prompts)
+    assert_ended(own_engine, prompts[0], error)
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(engine):
@@ -237,19 +301,46 @@ def test_streams_deliver_what_generate_returns_and_abort_when_closed(prompts, al
         assert engine.statistics()["aborted"] == 1
 
 
-def test_a_stream_after_a_step_that_was_refused_gets_its_tokens(prompts, alone, monkeypatch):
-    with Engine.from_checkpoint(CHECKPOINT, CONFIG, warm_up=False) as engine:
-        lookup = engine.core._lookup
-        monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 2))
+def test_a_stream_after_a_step_that_was_refused_gets_its_tokens(own_engine, prompts, alone, monkeypatch):
+    lookup = own_engine.core._lookup
+    monkeypatch.setattr(lookup, "step_rows", FailingOnce(lookup.step_rows, 2))
 
-        async def collect():
-            return [token async for delta in engine.stream(prompts[0]) for token in delta.tokens]
+    async def collect():
+        return [token async for delta in own_engine.stream(prompts[0]) for token in delta.tokens]
 
-        with pytest.raises(StepFailedError, match="no such table"):
+    with pytest.raises(StepFailedError, match="no such table"):
+        asyncio.run(collect())
+    assert own_engine.failure is None
+    assert asyncio.run(collect()) == list(alone[0])
+    monkeypatch.setattr(own_engine.core, "_read", FailingOnce(None, 0))
+    with pytest.raises(StepFailedError) as caught:
+        asyncio.run(collect())
+    assert own_engine.failure is caught.value.__cause__
+    with pytest.raises(EngineFailedError):
+        asyncio.run(collect())
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_steps_refused_in_a_row_end_the_engine_of_streams(own_engine, prompts, alone, monkeypatch, after):
+    """The first step of every request, or the one behind it: neither gives a token. One that does begins anew."""
+    lookup = own_engine.core._lookup
+    step_rows = lookup.step_rows
+
+    async def collect():
+        return [token async for delta in own_engine.stream(prompts[0]) for token in delta.tokens]
+
+    def refused():
+        with monkeypatch.context() as patch, pytest.raises(StepFailedError, match="no such table") as caught:
+            patch.setattr(lookup, "step_rows", FailingOnce(step_rows, after))
             asyncio.run(collect())
-        assert engine.failure is None
+        return caught.value
+
+    for _ in range(2):
+        assert all(refused().recoverable for _ in range(REFUSED_STEPS - 1))
+        assert own_engine.failure is None
         assert asyncio.run(collect()) == list(alone[0])
-        monkeypatch.setattr(engine.core, "_read", FailingOnce(None, 0))
-        with pytest.raises(StepFailedError):
-            asyncio.run(collect())
-        assert isinstance(engine.failure, StepFailedError)
+    *others, last = [refused() for _ in range(REFUSED_STEPS)]
+    assert all(error.recoverable for error in others) and not last.recoverable
+    assert own_engine.failure is last.__cause__
+    with pytest.raises(EngineFailedError, match="no such table"):
+        asyncio.run(collect())

@@ -331,7 +331,8 @@ class Engine:
 
         Raises:
           RuntimeError: while streams are open.
-          StepFailedError: a step failed; the engine cannot be used again, unless that is recoverable.
+          StepFailedError: a step failed; it has ended the engine, unless it is recoverable.
+          EngineFailedError: an earlier step ended the engine.
         """
         if self._thread is not None:
             raise RuntimeError("generate cannot be used while streams are open: await `stream` instead")
@@ -366,7 +367,9 @@ class Engine:
           ValueError: stop strings without a tokenizer, or a malformed prompt.
           QueueFullError: `max_waiting` requests wait already.
           ImageCapacityError: no room for its images, now or (`permanent`) ever.
+          EngineFailedError: an earlier step ended the engine.
         """
+        self.core.require_working()
         sampling = prompt.sampling
         waiting = len(self.core.scheduler.waiting)
         if self.max_waiting is not None and waiting >= self.max_waiting:
@@ -398,16 +401,20 @@ class Engine:
     def step(self) -> list[tuple[RequestId, Delta, Generation | None]]:
         """One step: (request, what it got, the whole of it when it ended).
 
-        Over several processes whatever it raises ends all of them: the others may be left inside the step.
+        Whatever it raises ends the engine, but a `StepFailedError` that is recoverable. Over several processes there is
+        none: the others may be left inside the step, so that they end, and this one cannot go on without them.
+
+        Raises:
+          StepFailedError: as of `generate`.
+          EngineFailedError: an earlier step ended the engine.
         """
         try:
             return self._step()
         except BaseException as error:
             if self._followers is not None:
                 self._followers.fail(describe(error))
-                if isinstance(error, StepFailedError):
-                    # The other processes end: this one cannot go on without them.
-                    error.recoverable = False
+            if self._followers is not None or not (isinstance(error, StepFailedError) and error.recoverable):
+                self.core.end(error)
             raise
 
     def _step(self) -> list[tuple[RequestId, Delta, Generation | None]]:
@@ -459,7 +466,7 @@ class Engine:
         Raises:
           ValueError: the request is malformed.
           QueueFullError: `max_waiting` requests wait already.
-          StepFailedError: a step failed; see `generate`.
+          StepFailedError, EngineFailedError: as of `generate`.
         """
         if self._thread is None:
             self._thread = EngineThread(self)
@@ -497,9 +504,9 @@ class Engine:
             self.core.scheduler.abort(request_id)
 
     @property
-    def failure(self) -> Exception | None:
-        """What ended the streams for good; None while they work."""
-        return None if self._thread is None else self._thread.failure
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it works."""
+        return self.core.failure
 
     # Reports -------------------------------------------------------------------------------------------------
 

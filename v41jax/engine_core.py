@@ -27,6 +27,7 @@ from scheduler.sharded_batch import first_output_rows, first_rows, output_places
 from v41jax.engine_drafts import EngineDrafts
 from v41jax.engine_images import EngineImages
 from v41jax.engram_lookup import EngramLookup
+from v41jax.host_joining import describe
 from v41jax.logit_edits import EditPlanner
 from v41jax.row_counts import RowCounts, computed_rows_per_layer, rows_per_layer
 from v41jax.runner import (
@@ -111,14 +112,18 @@ class StepFailedError(RuntimeError):
 
     Attributes:
       outputs: the last output of each of them, with a reason that begins with `failed:`.
-      recoverable: the engine can take requests again. The step was refused before the pools were donated to it, and no
-        other process was left inside it.
+      recoverable: the engine can take requests again. The step was refused before the pools were donated to it, no
+        other process was left inside it, and it did not follow too many others (`engine_thread.REFUSED_STEPS`).
     """
 
     def __init__(self, message: str, outputs: list[RequestOutput], *, recoverable: bool):
         self.outputs = outputs
         self.recoverable = recoverable
         super().__init__(message)
+
+
+class EngineFailedError(RuntimeError):
+    """An earlier step ended the engine: nothing can be submitted or stepped. Its cause is what made that step fail."""
 
 
 class EngineCore:
@@ -135,6 +140,7 @@ class EngineCore:
       prompt_scores: of the prompt tokens that the step before the latest computed; tokens computed again come again.
       images: of the requests; None for an engine of text.
       drafts: of the requests; None decodes token by token.
+      failure: what ended the engine; None while it works.
     """
 
     def __init__(
@@ -159,6 +165,7 @@ class EngineCore:
         )
         self.images = images
         self.drafts = drafts
+        self.failure: BaseException | None = None
         self._lookup = lookup
         self._in_flight: _InFlight | None = None
         self._preparing = False
@@ -168,22 +175,39 @@ class EngineCore:
         """Some request still owes an output."""
         return self.scheduler.has_work
 
+    def require_working(self) -> None:
+        """Raises `EngineFailedError` once something has ended the engine."""
+        if self.failure is not None:
+            text = f"an earlier step ended the engine, build a new one: {describe(self.failure)}"
+            raise EngineFailedError(text) from self.failure
+
+    def end(self, error: BaseException) -> None:
+        """Ends the engine because of what left a step, which is not recoverable then; of several the first counts."""
+        cause: BaseException | None = error
+        if isinstance(error, StepFailedError):
+            error.recoverable = False
+            cause = error.__cause__
+        self.failure = self.failure or cause
+
     def step(self) -> list[RequestOutput]:
         """Plans and dispatches one step and returns the outputs of the one before.
 
         Raises:
-          StepFailedError: whatever made the step fail is its cause; this engine cannot be used again, unless that is
-            recoverable.
+          StepFailedError: whatever made the step fail is its cause; it has ended this engine, unless it is recoverable.
+          EngineFailedError: the engine has ended.
         """
+        self.require_working()
         self._preparing = False
         try:
             outputs = self._step()
         except Exception as error:
             self._in_flight = None
-            reason = f"{type(error).__name__}: {error}"
-            outputs = self.scheduler.fail_all(reason)
-            self._release_images(outputs)
+            reason = describe(error)
             recoverable = self._preparing and not self.runner.failed
+            if not recoverable:
+                self.end(error)
+            outputs = self.scheduler.fail_all(reason, recoverable=recoverable)
+            self._release_images(outputs)
             raise StepFailedError(reason, outputs, recoverable=recoverable) from error
         self._release_images(outputs)
         return outputs

@@ -9,13 +9,21 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from scheduler.sequence import RequestId
-from v41jax.engine_core import StepFailedError
 
 if TYPE_CHECKING:
     from v41jax.engine import Engine
     from v41jax.engine_requests import Delta, Prompt
 
 _log = logging.getLogger(__name__)
+
+REFUSED_STEPS = 3
+"""Refused steps in a row, with no token for any request in between, that end the engine.
+
+A refused step ends its requests, so that each of them was made for others: one may be due to a request, or to a disk
+that comes back; what refuses several will refuse the next. Only an engine that says it has failed is replaced.
+"""
+
+_CLOSED = "the engine is closed"
 
 Listener = Callable[["Delta | Exception"], None]
 """Called on the engine's thread with each part of a request; it must not block."""
@@ -30,7 +38,7 @@ class EngineThread:
         self._listeners: dict[RequestId, Listener] = {}
         self._wake = threading.Condition()
         self._stopping = False
-        self._failure: Exception | None = None
+        self._refused = 0
         self._thread = threading.Thread(target=self._run, name="v41jax-engine", daemon=True)
         self._thread.start()
 
@@ -42,8 +50,8 @@ class EngineThread:
             if not accepted.set_running_or_notify_cancel():
                 return
             try:
-                if self._failure is not None:
-                    raise self._failure
+                if self._stopping:
+                    raise RuntimeError(_CLOSED)
                 request_id = self._engine.submit(prompt)
             except Exception as error:
                 accepted.set_exception(error)
@@ -52,13 +60,8 @@ class EngineThread:
             accepted.set_result(request_id)
 
         if not self._send(command):
-            accepted.set_exception(RuntimeError("the engine is closed"))
+            accepted.set_exception(RuntimeError(_CLOSED))
         return accepted
-
-    @property
-    def failure(self) -> Exception | None:
-        """What ended the engine; None while it works."""
-        return self._failure
 
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; its listener hears nothing more."""
@@ -97,26 +100,25 @@ class EngineThread:
                 command()
             if self._has_work():
                 self._step()
-        closed = RuntimeError("the engine is closed")
-        self._failure = self._failure or closed
         for command in self._commands:  # nothing is added any more
             command()
-        self._tell_all(closed)
+        self._tell_all(RuntimeError(_CLOSED))
 
     def _has_work(self) -> bool:
-        return self._failure is None and self._engine.core.has_work
+        return self._engine.failure is None and self._engine.core.has_work
 
     def _step(self) -> None:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            if isinstance(error, StepFailedError) and error.recoverable:
-                _log.exception("a step was refused")
-            else:
-                _log.exception("the engine failed")
-                self._failure = error
+            self._refused += 1
+            if self._refused == REFUSED_STEPS:
+                self._engine.core.end(error)
+            _log.exception("a step was refused" if self._engine.failure is None else "the engine failed")
             self._tell_all(error)
             return
+        if any(delta.tokens for _, delta, _ in deltas):
+            self._refused = 0
         for request_id, delta, finished in deltas:
             self._tell(request_id, delta)
             if finished is not None:

@@ -86,7 +86,7 @@ def test_a_step_of_nothing_changes_no_byte(exact, index):
 
 def test_a_cursor_that_stands_elsewhere_is_an_error(exact):
     """Invariant 9: a slot that lost its state is never continued."""
-    from v41jax.engine_core import StepFailedError
+    from v41jax.engine_core import EngineFailedError, StepFailedError
 
     session = exact.session(check=False, **OFF)
     session.add("lost", random_prompt(20, 40), 8)
@@ -96,3 +96,5 @@ def test_a_cursor_that_stands_elsewhere_is_an_error(exact):
     exact.runner.replace_pools(pools.replace(cursor=pools.cursor.at[slot, 0].add(1)))
     with pytest.raises(StepFailedError, match="rebuilt from a recoverable boundary"):
         session.steps(3)
+    with pytest.raises(EngineFailedError, match="rebuilt from a recoverable boundary"):
+        session.step()

@@ -119,6 +119,17 @@ def test_image_rows_are_reused():
     assert not images.is_ready(1)
 
 
+def test_a_batch_that_never_completes_takes_along_what_it_was_to_store():
+    pool, images = make()
+    stored(images, 1)
+    restore, copying, evicting = images.pin(1, 0), images.store(2, 64, 0), images.store(3, 64, 1)
+    images.drop(3)
+    images.abandon(StateMaintenanceOps(stores=(copying, evicting), restores=(restore,)))
+    assert [(image.content_hash, image.state) for image in images.images()] == [(1, ImageState.READY)]
+    assert (images.num_in_flight, images.num_pins, images.stored, pool.num_raw) == (0, 0, 1, 2)
+    assert {stored(images, content_hash).image for content_hash in (2, 3)} == {copying.image, evicting.image}
+
+
 def test_ladder_cuts_at_rungs_demand_and_prompt_end():
     ladder = CheckpointLadder(128, 32)
     assert ladder.next_cut(0, 300) == 128

@@ -337,6 +337,30 @@ def test_a_fatal_error_ends_every_request_once():
     assert driver.scheduler.manager.pool.num_raw == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", range(8))
+def test_images_that_were_ready_survive_a_step_that_is_refused(mode, steps):
+    """Planned and never run, after other steps whose results are lost; it restores an image, or was to store one."""
+    driver = make_driver(**COPY, mode=mode)
+    known, new = prompt(100), prompt(100, 1)
+    driver.add("cold", known, greedy(2))
+    driver.run()
+    driver.add("hit", known, greedy(60))
+    driver.add("new", new, greedy(60))
+    for _ in range(steps):
+        driver.step()
+    assert driver.scheduler.schedule() is not None
+    driver.previous = None
+    driver._deliver(None, driver.scheduler.fail_all("no such table", recoverable=True))
+    driver.checker.drained()
+    assert {driver.finished[name].reason for name in ("hit", "new")} == {"failed: no such table"}
+    driver.add("again", known, greedy(60))
+    driver.add("new again", new, greedy(60))
+    driver.run()
+    assert check_tokens(driver, "again", known, 60).cached_tokens == 96
+    check_tokens(driver, "new again", new, 60)
+
+
 def test_admission_delay_gathers_requests_but_never_holds_a_partial_prefill():
     now = [0.0]
     driver = make_driver(admission_delay_factor=2.0, clock=lambda: now[0])

@@ -225,7 +225,20 @@ def test_every_live_request_fails_with_its_engine():
     outputs = driver.scheduler.fail_all("lost")
     assert sorted(output.request_id for output in outputs) == [0, 1, 2, 3, 4]
     assert all(output.finish_reason == "failed: lost" for output in outputs)
+    assert driver.scheduler.statistics().counters.failed == 5
     assert not driver.scheduler.has_work
+
+
+@pytest.mark.parametrize("recoverable", [False, True])
+def test_every_shard_keeps_its_images_unless_its_memory_is_lost(recoverable):
+    driver = make(2, encoder_swa_bounded_replay=False)
+    for number in range(2):
+        driver.add(number, prompt(100, number), greedy(2))
+    driver.run()
+    kept = [part.images for part in driver.scheduler.statistics().shards]
+    assert all(kept)
+    driver.scheduler.fail_all("lost", recoverable=recoverable)
+    assert [part.images for part in driver.scheduler.statistics().shards] == (kept if recoverable else [0, 0])
 
 
 def test_results_are_taken_in_order_and_in_full():

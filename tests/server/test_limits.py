@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.helpers import servers
+from v41jax.engine_thread import REFUSED_STEPS
 
 QUESTION = [{"role": "user", "content": "Count."}]
 LONG = {"model": servers.MODEL, "messages": QUESTION, "max_tokens": 900, "ignore_eos": True}
@@ -164,10 +165,32 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(limited, engi
 
 def test_a_failed_engine_is_told_to_probes_and_clients(http, engine, monkeypatch):
     monkeypatch.setattr(type(engine), "failure", property(lambda _: RuntimeError("out of memory")))
-    assert (http.get("/health").status_code, http.get("/health").json()) == (503, {"status": "failed"})
+    health = http.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "failed", "error": "RuntimeError: out of memory"})
     for route, body in (("/v1/chat/completions", LONG), ("/v1/completions", {"prompt": "x"})):
         answer = http.post(route, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+
+
+def test_a_step_that_is_refused_is_told_apart_from_an_engine_that_ends(checkpoint, monkeypatch):
+    with servers.open_engine(checkpoint) as engine, servers.running(engine) as server, server.http() as http:
+
+        def ask():
+            answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+            return answer.status_code, answer.json()["error"]["code"], http.get("/health").status_code
+
+        def fail(_):
+            raise OSError("no such table")
+
+        monkeypatch.setattr(engine.core._lookup, "step_rows", fail)
+        *refused, last = [ask() for _ in range(REFUSED_STEPS)]
+        assert refused == [(500, "step_refused", 200)] * (REFUSED_STEPS - 1)
+        assert last == (500, "engine_failed", 503)
+        assert http.get("/health").json() == {"status": "failed", "error": "OSError: no such table"}
+        assert ask() == (503, "engine_failed", 503)
+        metrics = http.get("/metrics").text.splitlines()
+        assert f"v41jax_requests_failed_total {REFUSED_STEPS}.0" in metrics
+        assert f'v41jax_choices_total{{reason="failed"}} {REFUSED_STEPS}.0' in metrics
 
 
 def test_options_that_make_no_sense_are_named():

@@ -56,6 +56,11 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+def engine_failed() -> ApiError:
+    """The answer to every request once the engine has ended."""
+    return ApiError(503, "the engine failed and must be restarted", code="engine_failed")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Any exception as an answer; what is not a client's mistake is logged and shown without its details."""
     if isinstance(error, ApiError):

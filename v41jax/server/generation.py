@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from scheduler.sequence import SamplingParams as EngineSampling
 from v41jax.engine import QueueFullError
-from v41jax.engine_core import StepFailedError
+from v41jax.engine_core import EngineFailedError, StepFailedError
 from v41jax.engine_images import PromptImages
 from v41jax.engine_requests import Delta, Prompt
 from v41jax.image_leases import ImageCapacityError
 from v41jax.sampling_params import SamplingParams
-from v41jax.server.errors import ApiError
+from v41jax.server.errors import ApiError, engine_failed
 from v41jax.server.service import Service
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ async def run_choices(service: Service, groups: Sequence[Sequence[Prompt]]) -> A
                     queue.put_nowait((index, delta))
                     done.set()
         except Exception as error:
+            if isinstance(error, StepFailedError):
+                service.metrics.choices.labels("failed").inc()
             queue.put_nowait((index, error))
         finally:
             done.set()
@@ -223,7 +225,12 @@ def _require_followed_grammar(prompt: Prompt) -> None:
 def _as_answer(error: Exception) -> Exception:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, EngineFailedError):
+        return engine_failed()
     if isinstance(error, StepFailedError):
+        if error.recoverable:
+            message = "a step failed and ended the requests it was for, the engine goes on: send the request again"
+            return ApiError(500, message, code="step_refused")
         return ApiError(500, "the engine failed while it answered", code="engine_failed")
     if isinstance(error, ImageCapacityError) and not error.permanent:
         return ApiError(429, str(error), code="images_full", headers={"Retry-After": "1"})

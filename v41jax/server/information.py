@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from v41jax.host_joining import describe
 from v41jax.protocol import ProtocolError, tokens
 from v41jax.protocol.errors import Fault, shorten
 from v41jax.server.chat_request import read_prompt_only
@@ -34,7 +35,7 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 def health(service: Service) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of `/health`; only a server that takes requests is healthy."""
     if service.engine.failure is not None:
-        return 503, {"status": "failed"}
+        return 503, {"status": "failed", "error": describe(service.engine.failure)}
     if service.draining:
         return 503, {"status": "draining"}
     return 200, {"status": "ok"}

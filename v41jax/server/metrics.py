@@ -42,6 +42,7 @@ _COUNTERS = {
     "aborted": ("requests_aborted", "Requests that were cancelled."),
     "refused": ("requests_refused", "Requests that could never run."),
     "finished": ("requests_finished", "Requests that ran to their end."),
+    "failed": ("requests_failed", "Requests that were lost because a step failed."),
     "draft_tokens": ("draft_tokens", "Tokens drafted."),
     "accepted_tokens": ("accepted_draft_tokens", "Drafted tokens that were accepted."),
     "recompiles_after_warm_up": ("recompiles", "Programs compiled after warm-up."),

@@ -29,7 +29,8 @@ _FAILURES = {
     "404": "another model",
     "413": "the body is too large",
     "429": "too many requests wait",
-    "503": "the server is stopping",
+    "500": "a step failed: send the request again (`step_refused`), or the engine has ended (`engine_failed`)",
+    "503": "the server is stopping, or its engine has ended",
     "504": "the request took too long",
 }
 

@@ -13,7 +13,7 @@ from v41jax.engine import Engine
 from v41jax.protocol import ReplyMemory
 from v41jax.protocol.errors import Fault, ProtocolError, shorten
 from v41jax.protocol.tokens import DSML, THINK_CLOSE
-from v41jax.server.errors import ApiError
+from v41jax.server.errors import ApiError, engine_failed
 from v41jax.server.limits import ServerOptions
 from v41jax.server.metrics import Metrics
 from v41jax.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class Service:
           ApiError: the server stops, or its engine failed.
         """
         if self.engine.failure is not None:
-            raise ApiError(503, "the engine failed and must be restarted", code="engine_failed")
+            raise engine_failed()
         if self.draining:
             raise ApiError(
                 503,
