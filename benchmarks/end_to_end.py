@@ -63,6 +63,8 @@ from v41jax.runner import ModelRunner, SamplingRow, sampled_rows, sampling_input
 
 SECONDS_A_CELL = 2.0
 """Steps are repeated for about this long."""
+MOST_STEPS = 300
+"""Steps of a measurement at most."""
 KERNELS_LISTED = 40
 """Names in `largest_kernels`."""
 
@@ -261,7 +263,7 @@ def _timed(step: Any) -> tuple[float, float]:
     began = time.perf_counter()
     jax.block_until_ready(step()[0])
     once = time.perf_counter() - began
-    count = max(3, min(50, int(SECONDS_A_CELL / once)))
+    count = max(3, min(MOST_STEPS, int(SECONDS_A_CELL / once)))
     hosts = []
     began = time.perf_counter()
     for _ in range(count):
