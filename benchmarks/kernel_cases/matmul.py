@@ -149,7 +149,7 @@ def _expert_case(rows: int, experts: int, width: int, hidden: int, chosen: int, 
 
 
 def cases(size: str) -> Iterator[Case]:
-    """Few rows at the model's FP8 layers; experts at 1, 8, 64 and 4,096 rows of the 96 a quarter holds."""
+    """Few rows and 1,024 at the model's FP8 layers; experts at 1, 8, 64 and 4,096 rows of the 96 a quarter holds."""
     if size == "smoke":
         yield _linear_case("small", 3, 96, 128, [(64, 16, 64, 2, 4, 1)])
         yield _expert_case(4, 8, 128, 128, 2, [(16, 32, 16, 4, 1, 64, 16, 4, 1)])
@@ -161,6 +161,8 @@ def cases(size: str) -> Iterator[Case]:
         for rows in (1, 8, 64):
             tuning = (many if rows == 64 else few) if name in ("wq_b", "wo_b", "wq_a") and rows != 8 else []
             yield _linear_case(name, rows, outputs, inputs, tuning)
+    for name in ("wq_b", "wo_b", "shared_w1"):
+        yield _linear_case(name, 1024, *LAYERS[name], [])
     # Rows of a block; outputs, words a step, warps, stages of the first product; of the second.
     few = [
         (16, 64, 64, 4, 3, 64, 64, 4, 3),
