@@ -29,17 +29,17 @@ CACHED_BYTES = 2 << 30
 """Resident memory of a test process from which on it forgets traced and compiled functions between two modules."""
 
 LONGEST = (
-    "compile_gates/test_attention_gpu.py",
-    "docs/test_commands.py",
-    "mesh/test_meshes.py",
     "acceptance/test_speculation.py",
     "mesh/test_shards.py",
+    "mesh/test_meshes.py",
+    "compile_gates/test_attention_gpu.py",
     "compile_gates/test_index_tpu.py",
-    "dspark/test_dynamic.py",
-    "comparison/test_ledger.py",
+    "docs/test_commands.py",
     "comparison/test_sides.py",
+    "comparison/test_ledger.py",
+    "pallas_kernels/test_arranged_experts.py",
     "acceptance/test_execution_modes.py",
-    "acceptance/test_kernels.py",
+    "pallas_kernels/test_grouped_experts.py",
 )
 """Files of a minute of work and more, longest first. A file is one worker's: a long one at the end leaves the others
 idle, and xdist's own order, that of the number of tests, puts those with few slow tests there."""
