@@ -1,7 +1,9 @@
 """Process-wide test settings: CPU only, one compilation cache for the whole run, quick compilation, bounded memory."""
 
+import ctypes
 import gc
 import os
+import sys
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
@@ -27,17 +29,17 @@ CACHED_BYTES = 2 << 30
 """Resident memory of a test process from which on it forgets traced and compiled functions between two modules."""
 
 LONGEST = (
-    "compile_gates/test_attention_gpu.py",
-    "docs/test_commands.py",
-    "mesh/test_meshes.py",
     "acceptance/test_speculation.py",
     "mesh/test_shards.py",
+    "mesh/test_meshes.py",
+    "compile_gates/test_attention_gpu.py",
     "compile_gates/test_index_tpu.py",
-    "dspark/test_dynamic.py",
-    "comparison/test_ledger.py",
+    "docs/test_commands.py",
     "comparison/test_sides.py",
+    "comparison/test_ledger.py",
+    "pallas_kernels/test_arranged_experts.py",
     "acceptance/test_execution_modes.py",
-    "acceptance/test_kernels.py",
+    "pallas_kernels/test_grouped_experts.py",
 )
 """Files of a minute of work and more, longest first. A file is one worker's: a long one at the end leaves the others
 idle, and xdist's own order, that of the number of tests, puts those with few slow tests there."""
@@ -65,6 +67,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+def pytest_collection_finish():
+    """Full collections of cyclic garbage walk what tracing keeps: not what was imported as well, and less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_caches():
     """JAX keeps every program of every module; another module uses none of the large ones."""
@@ -72,6 +81,9 @@ def bounded_caches():
     if psutil.Process().memory_info().rss > CACHED_BYTES:
         jax.clear_caches()
         gc.collect()
+        # What glibc keeps of the freed memory would count as resident, and the next modules' programs would go too.
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="module", autouse=True)

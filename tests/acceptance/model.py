@@ -51,6 +51,19 @@ DRAFT = {
 }
 """Values of `text_config` that give the model a draft."""
 
+SHALLOW = DRAFT | {
+    "num_hidden_layers": 3,
+    # Owner with the Engram at ratio 2; owner of the decoder; one that selects anew among its candidates.
+    "compress_ratios": [2, 1, 1, 0, 0, 0],
+    "kv_source_layer_ids": [0, 1],
+    "index_source_layer_ids": [0, 1, 2],
+    "candidate_source_layer_id": 1,
+    "engram_layer_ids": [0],
+    "dspark_target_layer_ids": [1, 2],
+}
+"""The same with a draft and every kind of pool in three layers: for engines that are one test's, whose programs take
+most of its time to compile."""
+
 
 def acceptance_config(**text: Any) -> ModelConfig:
     """The configuration; other values of `text_config` by name."""

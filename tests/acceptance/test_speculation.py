@@ -16,7 +16,7 @@ import pytest
 
 from scheduler.scheduled_batch import Phase
 from scheduler.sequence import SamplingParams
-from tests.acceptance.model import DRAFT, PAGE, VOCABULARY, write_checkpoint
+from tests.acceptance.model import PAGE, SHALLOW, VOCABULARY, write_checkpoint
 from tests.acceptance.prompts import random_prompt
 from tests.acceptance.serving import EXACT, OFF, Serving
 from v41jax.full_forward import full_forward
@@ -311,11 +311,9 @@ def test_one_verify_call_and_one_draft_call_a_step(pair):
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory):
-    """An owner at each ratio, one layer that selects again and one that reuses, and the draft: quick to compile."""
+    """`SHALLOW` and its draft."""
     path = tmp_path_factory.mktemp("shallow") / "model"
-    layers = {"compress_ratios": [2, 1, 1, 1, 0, 0, 0], "kv_source_layer_ids": [0, 1]}
-    layers |= {"num_hidden_layers": 4, "index_source_layer_ids": [0, 1, 2], "candidate_source_layer_id": 1}
-    write_checkpoint(path, **DRAFT | layers | {"engram_layer_ids": [0], "dspark_target_layer_ids": [1, 2, 3]})
+    write_checkpoint(path, **SHALLOW)
     return path
 
 

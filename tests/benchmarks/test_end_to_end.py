@@ -10,10 +10,17 @@ from benchmarks.random_model import random_draft, random_parameters, random_pool
 from pallas_kernels.arithmetic import decode_main_row, decode_window_row
 from pallas_kernels.stored_rows import load_rows
 from scheduler.pool_geometry import V41PoolGeometry
+from tests.acceptance.model import SHALLOW, acceptance_config
 from v41jax.presets import preset
 
 
-def test_a_decode_cell_has_times_and_a_bound(capsys):
+@pytest.fixture
+def shallow(monkeypatch):
+    """Any preset is a model of three layers and its draft."""
+    monkeypatch.setattr(end_to_end, "preset", lambda name: acceptance_config(**SHALLOW))
+
+
+def test_a_decode_cell_has_times_and_a_bound(shallow, capsys):
     end_to_end.main(["--preset", "pico", "--batches", "2", "--contexts", "70", "--prompts", ""])
     compiled, cell = map(json.loads, capsys.readouterr().out.splitlines())
     assert compiled["programs"] == 1 == len(compiled["compile_each_s"])
@@ -23,7 +30,7 @@ def test_a_decode_cell_has_times_and_a_bound(capsys):
     assert cell["tokens_per_s"] > 0
 
 
-def test_a_decode_cell_with_drafts_verifies_and_drafts(capsys):
+def test_a_decode_cell_with_drafts_verifies_and_drafts(shallow, capsys):
     end_to_end.main(["--preset", "pico", "--batches", "2", "--contexts", "70", "--prompts", "", "--drafts", "2"])
     compiled, cell = map(json.loads, capsys.readouterr().out.splitlines())
     assert cell["drafts"] == 2 and cell["step_ms"] > 0

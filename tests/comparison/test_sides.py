@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backend import KernelUnsupportedError
+from tests.comparison.conftest import UNTIL
 from tests.helpers import golden
 from v41jax.comparison.run import FREE, compare
 
-FIVE = golden.directory("five-layer")
+FIVE, PICO = map(golden.directory, ("five-layer", "pico"))
 
 
 def test_quantized_layers_depart_nowhere_and_flips_are_located(sides, prompt):
     """The whole of `pico`, quantized: what differs are rounding flips, each with two values that agree."""
-    left, right = (sides(text, golden.directory("pico")) for text in ("reference:quant", "xla:quant"))
+    left, right = (sides(text, PICO) for text in ("reference:quant", "xla:quant"))
     result = compare(left, right, [prompt], end=False)
     assert result.first is None, result.first
     for flip in result.flips:
@@ -22,8 +23,8 @@ def test_quantized_layers_depart_nowhere_and_flips_are_located(sides, prompt):
 
 
 def test_a_recording_made_elsewhere_is_a_side(sides):
-    left = sides(f"npz:{golden.directory('pico')}/expected.npz@noquant.float32", golden.directory("pico"))
-    result = compare(left, sides("reference", golden.directory("pico")), [left.ids], end=False)
+    left = sides(f"npz:{golden.directory('pico')}/expected.npz@noquant.float32", PICO)
+    result = compare(left, sides("reference", PICO), [left.ids], end=False)
     assert result.first is None
     assert len(result.worst()) >= 12 * 2 + 5 + 2
     with pytest.raises(ValueError, match="it was recorded for another prompt"):
@@ -32,7 +33,7 @@ def test_a_recording_made_elsewhere_is_a_side(sides):
 
 @pytest.mark.parametrize("right", ["xla:quant,packed", "xla:quant,weights=stored"])
 def test_other_ways_to_store_and_compute_are_no_departure(right, sides, prompt):
-    result = compare(sides("xla:quant", FIVE), sides(right, FIVE), [prompt[:24]], end=False, until=2)
+    result = compare(sides("xla:quant", PICO), sides(right, PICO), [prompt], end=False, until=UNTIL)
     assert result.first is None, result.first
 
 
@@ -44,13 +45,13 @@ def test_a_kernel_that_takes_no_float32_is_named(sides, prompt):
 
 
 def test_another_index_plane_departs_at_the_index_keys(sides, prompt):
-    result = compare(sides("xla:quant", FIVE), sides("xla:quant,index=fp8", FIVE), [prompt[:24]], end=False, until=2)
+    result = compare(sides("xla:quant", PICO), sides("xla:quant,index=fp8", PICO), [prompt], end=False, until=UNTIL)
     assert result.first is not None and result.first.operation == "index_keys"
 
 
 def test_free_running_from_other_weights_departs_everywhere(sides, prompt, tmp_path):
     """`model=DIR` takes another checkpoint; here one with a smaller clamp."""
-    result = compare(sides("reference", golden.directory("pico")), sides("reference"), [prompt], mode=FREE, end=False)
+    result = compare(sides("reference", PICO), sides("reference"), [prompt], mode=FREE, end=False)
     assert result.first is not None and result.first.operation == "shared_hidden"
     assert len(result.layers[0].departures) > 1
 

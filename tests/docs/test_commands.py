@@ -110,22 +110,12 @@ SMALLER = {
     "v41jax bench serve": (*LOADED, "--requests", "2", "--turns", "2", "--rate", "0", "--pause", "0"),
     "v41jax compare": ("--lengths", "12"),
     "v41jax plan": (
-        *("--preset", "pico", "--kernels", "xla", "--kv-cache-block-size", "32", "--max-num-batched-tokens", "128"),
-        *(
-            "--max-num-seqs",
-            "8",
-            "--max-model-len",
-            "1024",
-            "--context",
-            "256",
-            "--num-pages",
-            "64",
-            "--steps",
-            "decode",
-        ),
+        *("--config", "CONFIG", "--kernels", "xla", "--kv-cache-block-size", "32", "--max-num-batched-tokens", "128"),
+        *("--max-num-seqs", "8", "--max-model-len", "1024", "--context", "256", "--num-pages", "64"),
+        *("--steps", "decode"),
     ),
 }
-"""First words of a command -> options that make it cheap."""
+"""First words of a command -> options that make it cheap; their words are replaced as those of the docs are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +134,13 @@ class Place:
         """The words to run."""
         words = shlex.split(re.sub(r"\s*\[[^\]]*\]", "", command))
         extra = max((start for start in SMALLER if command.startswith(start + " ")), key=len, default=None)
-        model = {"compare": "SHALLOW", "serve": "SMALL" if "--mesh" in words else "NANO"}.get(words[1], "DIR")
+        serves = "SMALL" if "--mesh" in words else "NANO"
+        model = {"compare": "SHALLOW", "bench": "SHALLOW", "serve": serves}.get(words[1], "DIR")
         words = [model if word == "DIR" else word for word in words]
         smaller = list(SMALLER[extra] if extra else ())
         if "--until" in words or "pallas" in words:
             smaller += ["--until", "1"]
-        return [self.words.get(word, word) for word in words] + smaller
+        return [self.words.get(word, word) for word in (*words, *smaller)]
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +157,7 @@ def place(tmp_path_factory):
             {
                 "DIR": str(golden.directory("five-layer")),
                 "SHALLOW": str(path / "shallow"),
+                "CONFIG": str(path / "shallow" / "config.json"),
                 "SMALL": str(servers.write_checkpoint(path / "small", ("text",))),
                 "data=1,model=8": "data=1,model=2",
                 "data=8,model=8": "data=2,model=2",

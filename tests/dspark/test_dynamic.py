@@ -11,16 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from scheduler.sequence import Sequence
-from tests.helpers.golden import GOLDEN
+from tests.acceptance.model import SHALLOW, VOCABULARY, write_checkpoint
 from v41jax.cli import app
 from v41jax.confidence_profile import Identity, Profile, ProfileError
 from v41jax.dspark import DraftBlock
 from v41jax.engine_drafts import EngineDrafts
 from v41jax.server.metrics import Metrics
 
-MODEL = str(GOLDEN / "five-layer")
 OPTIONS = [
-    *("--model", MODEL, "--dtype", "float32", "--no-activation-quantization", "--vision", "off"),
+    *("--dtype", "float32", "--no-activation-quantization", "--vision", "off"),
     *("--kv-cache-block-size", "32", "--max-num-batched-tokens", "64", "--max-num-seqs", "2", "--decode-buckets", "2"),
     *("--max-model-len", "128", "--num-pages", "12"),
     *("--no-encoder-swa-bounded-replay", "--no-decoder-swa-bounded-replay"),
@@ -97,10 +96,11 @@ def run(*arguments):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     directory = tmp_path_factory.mktemp("profile")
+    write_checkpoint(directory / "model", **SHALLOW)
     rng = np.random.default_rng(4)
-    lines = [{"tokens": rng.integers(3, 400, length).tolist()} for length in (9, 20, 31)]
+    lines = [{"tokens": rng.integers(3, VOCABULARY - 10, length).tolist()} for length in (9, 20, 31)]
     (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    common = ["--prompts", directory / "prompts.jsonl", "--max-tokens", 12]
+    common = ["--model", directory / "model", "--prompts", directory / "prompts.jsonl", "--max-tokens", 12]
     [report] = run("calibrate", *OPTIONS, *DRAFTS, *common, "--out", directory / "profile.json")
     return directory, common, report
 

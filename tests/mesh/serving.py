@@ -41,6 +41,7 @@ def options(name: str) -> EngineConfig:
         decode_buckets=(4,),
         mesh={"data": 1, "model": int(model)},
         enable_expert_parallel=bool(experts),
+        vision="off",
     )
 
 

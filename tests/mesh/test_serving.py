@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tests.mesh.conftest import SERVED
+from tests.mesh.processes import finish, start
+from tests.mesh.small_model import write_checkpoint
+
+SERVED = ("1", "4:experts", "8")
+"""Meshes the engine serves on: `MODEL`, with whole experts where it says so."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """What `tests.mesh.serving` prints for each mesh of `SERVED`."""
+    path = tmp_path_factory.mktemp("serving") / "checkpoint"
+    write_checkpoint(path)
+    lines = finish(start("tests.mesh.serving", path, *SERVED)).splitlines()
+    return dict(zip(SERVED, map(json.loads, lines), strict=True))
 
 
 @pytest.mark.parametrize("mesh", SERVED[1:])
