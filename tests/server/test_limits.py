@@ -166,7 +166,7 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(limited, engi
 def test_a_failed_engine_is_told_to_probes_and_clients(http, engine, monkeypatch):
     monkeypatch.setattr(type(engine), "failure", property(lambda _: RuntimeError("out of memory")))
     health = http.get("/health")
-    assert (health.status_code, health.json()) == (503, {"status": "failed", "error": "RuntimeError: out of memory"})
+    assert (health.status_code, health.json()) == (503, {"status": "failed", "error": "RuntimeError"})
     for route, body in (("/v1/chat/completions", LONG), ("/v1/completions", {"prompt": "x"})):
         answer = http.post(route, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
@@ -186,7 +186,7 @@ def test_a_step_that_is_refused_is_told_apart_from_an_engine_that_ends(checkpoin
         *refused, last = [ask() for _ in range(REFUSED_STEPS)]
         assert refused == [(500, "step_refused", 200)] * (REFUSED_STEPS - 1)
         assert last == (500, "engine_failed", 503)
-        assert http.get("/health").json() == {"status": "failed", "error": "OSError: no such table"}
+        assert http.get("/health").json() == {"status": "failed", "error": "OSError"}
         assert ask() == (503, "engine_failed", 503)
         metrics = http.get("/metrics").text.splitlines()
         assert f"v41jax_requests_failed_total {REFUSED_STEPS}.0" in metrics

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from v41jax.host_joining import describe
 from v41jax.protocol import ProtocolError, tokens
 from v41jax.protocol.errors import Fault, shorten
 from v41jax.server.chat_request import read_prompt_only
@@ -33,9 +32,12 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 
 
 def health(service: Service) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body of `/health`; only a server that takes requests is healthy."""
+    """HTTP status and body of `/health`; only a server that takes requests is healthy.
+
+    Of an error only its kind: the call needs no key, and a text may name files.
+    """
     if service.engine.failure is not None:
-        return 503, {"status": "failed", "error": describe(service.engine.failure)}
+        return 503, {"status": "failed", "error": type(service.engine.failure).__name__}
     if service.draining:
         return 503, {"status": "draining"}
     return 200, {"status": "ok"}
