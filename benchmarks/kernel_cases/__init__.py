@@ -14,7 +14,7 @@ class Case:
     """One operation at one shape.
 
     Attributes:
-      operation: folder in pallas_kernels.
+      operation: folder in pallas_kernels, or what a layer does without one.
       shape: the shape in words, unique within the operation.
       bytes_moved: fewest bytes of device memory: each input read once, each output written once.
       flops: floating-point operations the definition asks for, 0 where the bytes always decide.

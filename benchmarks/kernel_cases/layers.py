@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_cases import Case
+from benchmarks.kernel_cases.rows import largest_difference
 from scheduler.batch import CompressionPlan
 from v41jax.config import TextConfig
 from v41jax.layers.compressor import CompressorWeights, OwnerMemory, compress
@@ -21,13 +21,6 @@ from v41jax.presets import preset
 ROWS_IN_PAGE, RING, RATIO = 128, 8, 2
 INDEX_ROW_BYTES = 4
 """Of an index key's scale."""
-
-
-def _largest_difference(expected: Any, found: Any) -> float:
-    """Relative to the largest value, of every array."""
-    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
-    wide = [(left.astype(jnp.float32), right.astype(jnp.float32)) for left, right in pairs]
-    return max(float(jnp.max(jnp.abs(left - right)) / jnp.max(jnp.abs(left))) for left, right in wide)
 
 
 def _normal(seed: int, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -98,7 +91,7 @@ def _compression_case(rows: int, decode: bool, text: TextConfig) -> Case:
         4 * rows * dims * width + 2 * closing * key * dims,
         make,
         {"xla": run},
-        _largest_difference,
+        largest_difference,
         in_place=(0, 1, 2, 3, 4),
     )
 
@@ -123,7 +116,7 @@ def _expansion_case(rows: int, text: TextConfig) -> Case:
         0,
         make,
         {"xla": expand},
-        _largest_difference,
+        largest_difference,
     )
 
 

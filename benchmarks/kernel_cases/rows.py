@@ -30,7 +30,7 @@ def _sets(make: Callable[[int], tuple], count: int) -> list[tuple]:
     return [make(seed) for seed in range(count)]
 
 
-def _largest_difference(expected: Any, found: Any) -> float:
+def largest_difference(expected: Any, found: Any) -> float:
     """Relative to the largest value, of every array both have."""
     if isinstance(expected, QuantizedRows):
         expected, found = expected[:2], found[:2]
@@ -43,7 +43,7 @@ def _case(
     operation: str, shape: str, moved: int, function: Callable[..., Any], make: Callable[[int], tuple], tolerance: float
 ) -> Case:
     variants = {name: functools.partial(function, implementation=name) for name in ("xla", "pallas")}
-    return Case(operation, shape, moved, 0, functools.partial(_sets, make), variants, _largest_difference, tolerance)
+    return Case(operation, shape, moved, 0, functools.partial(_sets, make), variants, largest_difference, tolerance)
 
 
 def _mixes_case(rows: int, width: int) -> Case:
