@@ -264,6 +264,8 @@ def triton_call(
         first. Without `input_output_aliases`.
     """
     if after is not None:
+        if input_output_aliases:
+            raise ValueError(f"{name} starts after an array and has aliases, whose positions that would move")
         call = triton_call(
             lambda _, *refs: kernel(*refs),
             out_shape,

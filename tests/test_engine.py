@@ -16,6 +16,7 @@ from scheduler.pool_geometry import GeometryError
 from scheduler.runtime_config import EngineConfig, RuntimeConfigError
 from scheduler.sequence import SamplingParams
 from tests.helpers.golden import GOLDEN, load_expected
+from v41jax import engine_thread
 from v41jax.engine import Engine
 from v41jax.engine_core import EngineFailedError, StepFailedError
 from v41jax.engine_requests import LiveRequest, Prompt
@@ -325,6 +326,7 @@ def test_steps_refused_in_a_row_end_the_engine_of_streams(own_engine, prompts, a
     """The first step of every request, or the one behind it: neither gives a token. One that does begins anew."""
     lookup = own_engine.core._lookup
     step_rows = lookup.step_rows
+    monkeypatch.setattr(engine_thread, "REFUSED_SECONDS", 0.0)
 
     async def collect():
         return [token async for delta in own_engine.stream(prompts[0]) for token in delta.tokens]
@@ -339,6 +341,11 @@ def test_steps_refused_in_a_row_end_the_engine_of_streams(own_engine, prompts, a
         assert all(refused().recoverable for _ in range(REFUSED_STEPS - 1))
         assert own_engine.failure is None
         assert asyncio.run(collect()) == list(alone[0])
+    with monkeypatch.context() as patch:
+        # A client may send a request again at once, several times.
+        patch.setattr(engine_thread, "REFUSED_SECONDS", 1e9)
+        assert all(refused().recoverable for _ in range(REFUSED_STEPS + 1))
+    assert asyncio.run(collect()) == list(alone[0])
     *others, last = [refused() for _ in range(REFUSED_STEPS)]
     assert all(error.recoverable for error in others) and not last.recoverable
     assert own_engine.failure is last.__cause__

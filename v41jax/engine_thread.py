@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from scheduler.sequence import RequestId
+from v41jax.engine_core import StepFailedError
+from v41jax.host_joining import describe
 
 if TYPE_CHECKING:
     from v41jax.engine import Engine
@@ -17,10 +20,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 REFUSED_STEPS = 3
-"""Refused steps in a row, with no token for any request in between, that end the engine.
+REFUSED_SECONDS = 30.0
+"""So many refused steps in a row, with no token for any request in between, end the engine if the first is at least so
+many seconds ago.
 
-A refused step ends its requests, so that each of them was made for others: one may be due to a request, or to a disk
-that comes back; what refuses several will refuse the next. Only an engine that says it has failed is replaced.
+A refused step ends its requests, so that each of them was made for others: one may be due to a request, which a client
+perhaps sends again at once, or to a disk that comes back; what refuses steps for longer will refuse the next. Only an
+engine that says it has failed is replaced.
 """
 
 _CLOSED = "the engine is closed"
@@ -38,7 +44,7 @@ class EngineThread:
         self._listeners: dict[RequestId, Listener] = {}
         self._wake = threading.Condition()
         self._stopping = False
-        self._refused = 0
+        self._refused: list[float] = []
         self._thread = threading.Thread(target=self._run, name="v41jax-engine", daemon=True)
         self._thread.start()
 
@@ -111,14 +117,14 @@ class EngineThread:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            self._refused += 1
-            if self._refused == REFUSED_STEPS:
+            self._refused.append(time.monotonic())
+            if len(self._refused) >= REFUSED_STEPS and self._refused[-1] - self._refused[0] >= REFUSED_SECONDS:
                 self._engine.core.end(error)
             _log.exception("a step was refused" if self._engine.failure is None else "the engine failed")
-            self._tell_all(error)
+            self._tell_all(_as_failed_step(error))
             return
         if any(delta.tokens for _, delta, _ in deltas):
-            self._refused = 0
+            self._refused.clear()
         for request_id, delta, finished in deltas:
             self._tell(request_id, delta)
             if finished is not None:
@@ -139,3 +145,12 @@ class EngineThread:
         for request_id in list(self._listeners):
             self._tell(request_id, error)
         self._listeners.clear()
+
+
+def _as_failed_step(error: Exception) -> Exception:
+    """What streams hear of an error of `Engine.step`: whatever its type, it is not a fault of their requests."""
+    if isinstance(error, StepFailedError):
+        return error
+    failed = StepFailedError(f"the engine failed behind a step: {describe(error)}", [], recoverable=False)
+    failed.__cause__ = error
+    return failed

@@ -21,7 +21,8 @@ _ANNOUNCEMENT_BYTES = 2048
 
 def describe(error: BaseException) -> str:
     """An error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:2000] if text else type(error).__name__
 
 
 def join(hosts: Hosts) -> None:

@@ -3,8 +3,8 @@
 A slot's biases and penalties live on the device as one row of adjustments; the host knows which request the row belongs
 to and how many of its tokens are counted, and sends one change per row and step, or a whole row when a request enters
 the slot. Masks of constraints are made anew for every step. A proposal's row counts the proposals up to it as if they
-were accepted; the device keeps the changes of those that are. The device half is `sampling.edit_logits`, with proposals
-`verification.edit_rows`.
+were accepted; the device keeps the changes of those that are. The device half is `sampling.change_adjustments` and
+`edit_logits`, with proposals `verification.edit_rows` and `keep_changes`.
 """
 
 from __future__ import annotations

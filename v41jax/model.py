@@ -261,7 +261,8 @@ def stream_mean(streams: Array) -> Array:
 def run_stacked(
     run: Run, stacked: LayerWeights, first: int, flow: Flow, pools: Pools, step: Step, record: bool, tap: bool = False
 ) -> tuple[Flow, Pools, LayerRecord | None, Array | None]:
-    """Consecutive layers of a run: a scan over its stacked weights from entry `first` on, or an only layer.
+    """Consecutive layers of a run: a scan over its stacked weights from entry `first` on, which `unrolls_layers` may
+    unroll, or an only layer.
 
     Returns:
       The flow after it, the pools, intermediates when `record`, and when `tap` the stream means that enter its layers,

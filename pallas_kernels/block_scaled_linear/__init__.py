@@ -36,7 +36,7 @@ def block_scaled_linear(
       scales: [O / 32, K / 32] uint8 E8M0 codes.
       layer: int32 scalar or int; codes and scales then have one more leading axis, layers, and the GPU kernel reads
         this one in place, without a copy of it.
-      lanes: x in the order of the GPU kernel, where that exists already (`QuantizedRows.lanes`); no other
+      lanes: x in the order of the GPU kernel of few rows, where that exists already (`QuantizedRows.lanes`); no other
         implementation reads it.
       implementation: "auto", "xla" or "pallas".
 
@@ -59,10 +59,10 @@ def block_scaled_parts(
     lanes: Array | None = None,
     implementation: str = "auto",
 ) -> tuple[Array, ...]:
-    """`block_scaled_linear` with each of several weights of one shape, in one launch on a GPU, before its last sum.
+    """`block_scaled_linear` with each of several weights of one shape, before its last sum.
 
-    The GPU kernel cuts the inner dimension of few rows among programs. A consumer that is a kernel itself
-    (`quantized_rows`) adds the parts up on its way.
+    On a GPU few rows take one launch for all weights. It cuts the inner dimension among programs. A consumer that is a
+    kernel itself (`quantized_rows`) adds the parts up on its way.
 
     Args:
       x, layer, lanes, implementation: as of `block_scaled_linear`.

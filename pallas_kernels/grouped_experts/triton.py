@@ -22,7 +22,14 @@ from pallas_kernels.grouped_experts.arrangement import BLOCK_DIMS, CODES, place_
 from pallas_kernels.grouped_experts.blocks import Blocks, blocks_of
 from pallas_kernels.grouped_experts.triton_many import ManyConfig, expert_outputs
 from pallas_kernels.grouped_experts.triton_pairs import MOST_PAIRS, PairConfig
-from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, store_rows
+from pallas_kernels.grouped_experts.triton_parts import (
+    activated,
+    load_rows,
+    operand_of,
+    own_outputs,
+    present_outputs,
+    store_rows,
+)
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
 from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
 from pallas_kernels.triton_widening import packed_instructions
@@ -177,7 +184,7 @@ def _hidden_kernel(
     """
     triton, tile = backend.triton(), config.hidden
     experts, outputs, _ = gate_words.shape
-    block, output = _place(tile, outputs)
+    block, output = own_outputs(tile.outputs, outputs)
     expert = triton.load(expert_ref.at[block])
 
     @pl.when(expert < experts)
@@ -190,7 +197,12 @@ def _hidden_kernel(
         sums = _product(refs, expert, near, x_ref, lax.div(pair, chosen), live, tile, order, activation["cuda"])
         hidden = activated(*sums, triton.load(weights_ref.at[pair])[None, :], **activation)
         store_rows(
-            out_ref, hidden, position, live, place_by_code(output, outputs, next_order), _present(output, outputs, tile)
+            out_ref,
+            hidden,
+            position,
+            live,
+            place_by_code(output, outputs, next_order),
+            present_outputs(output, outputs, tile.outputs),
         )
 
 
@@ -211,7 +223,7 @@ def _down_kernel(
     """Expert outputs of one block for one tile of outputs, at the pairs' own places."""
     triton, tile = backend.triton(), config.down
     experts, outputs, _ = words_ref.shape
-    block, output = _place(tile, outputs)
+    block, output = own_outputs(tile.outputs, outputs)
     expert = triton.load(expert_ref.at[block])
 
     @pl.when(expert < experts)
@@ -222,19 +234,9 @@ def _down_kernel(
         pair = triton.load(pair_ref.at[position])
         near = jnp.minimum(output, outputs - 1)
         [total] = _product([(words_ref, scales_ref)], expert, near, hidden_ref, position, live, tile, order, cuda)
-        store_rows(out_ref, total.astype(out_ref.dtype), pair, live, output, _present(output, outputs, tile))
-
-
-def _present(output: Array, outputs: int, tile: Tile) -> Array | None:
-    """Which of a program's outputs there are; None for all."""
-    return None if outputs % tile.outputs == 0 else output < outputs
-
-
-def _place(tile: Tile, outputs: int) -> tuple[Array, Array]:
-    """Block and outputs of this program."""
-    tiles = -(-outputs // tile.outputs)
-    program = pl.program_id(0)
-    return program // tiles, (program % tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+        store_rows(
+            out_ref, total.astype(out_ref.dtype), pair, live, output, present_outputs(output, outputs, tile.outputs)
+        )
 
 
 @backend.traced_once

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.grouped_experts.arrangement import BLOCK_WORDS, CODES, place_by_code, words_of
-from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of
+from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, own_outputs, present_outputs
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
 from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
 
@@ -122,23 +122,11 @@ def _expert_of(pair: Array, ids_ref: object, valid_ref: object, layer_ref: objec
     return name + layer_ref[0] * experts, served
 
 
-def _place(tile: PairTile, outputs: int) -> tuple[Array, Array]:
-    """Pair and outputs of this program."""
-    tiles = -(-outputs // tile.outputs)
-    program = pl.program_id(0)
-    return lax.div(program, tiles), lax.rem(program, tiles) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
-
-
 def _store(ref: object, pair: Array, place: Array, present: Array | None, values: Array) -> None:
     """ref[pair, place] = values where present; what is not stored gets a place past the end."""
     if present is not None:
         place = jnp.where(present, place, ref.shape[1])
     backend.triton().store(ref.at[pair, place], values, mask=present)
-
-
-def _present(output: Array, outputs: int, tile: PairTile) -> Array | None:
-    """Which of a program's outputs there are; None for all."""
-    return None if outputs % tile.outputs == 0 else output < outputs
 
 
 def _hidden_kernel(
@@ -162,7 +150,7 @@ def _hidden_kernel(
 ) -> None:
     """A pair's tile of hidden values, placed as `by_code` has it for the weights that read them, of `next_order`."""
     tile, outputs = config.hidden, gate_words.shape[1]
-    pair, output = _place(tile, outputs)
+    pair, output = own_outputs(tile.outputs, outputs)
     expert, served = _expert_of(pair, ids_ref, valid_ref, layer_ref, chosen, experts)
 
     @pl.when(served)
@@ -175,7 +163,7 @@ def _hidden_kernel(
         gate, up = _sums(refs, expert, near, x_ref, row, tile, config.columns, order, activation["cuda"])
         hidden = activated(gate[:, None], up[:, None], routing, **activation)
         place = place_by_code(output, outputs, next_order)
-        _store(out_ref, pair, place, _present(output, outputs, tile), hidden.reshape(tile.outputs))
+        _store(out_ref, pair, place, present_outputs(output, outputs, tile.outputs), hidden.reshape(tile.outputs))
 
 
 def _down_kernel(
@@ -195,14 +183,14 @@ def _down_kernel(
 ) -> None:
     """A pair's tile of outputs."""
     tile, outputs = config.down, words_ref.shape[1]
-    pair, output = _place(tile, outputs)
+    pair, output = own_outputs(tile.outputs, outputs)
     expert, served = _expert_of(pair, ids_ref, valid_ref, layer_ref, chosen, experts)
 
     @pl.when(served)
     def _() -> None:
         near = jnp.minimum(output, outputs - 1)
         [total] = _sums([(words_ref, scales_ref)], expert, near, hidden_ref, pair, tile, config.columns, order, cuda)
-        _store(out_ref, pair, output, _present(output, outputs, tile), total.astype(out_ref.dtype))
+        _store(out_ref, pair, output, present_outputs(output, outputs, tile.outputs), total.astype(out_ref.dtype))
 
 
 def expert_outputs(

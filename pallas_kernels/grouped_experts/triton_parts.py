@@ -1,9 +1,11 @@
-"""What the kernels of the routed experts for GPUs have in common: gathered loads, masked stores, the activation."""
+"""What the kernels of the routed experts for GPUs have in common: outputs, loads, masked stores, the activation."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.arithmetic import fake_q8_group, swiglu
@@ -18,6 +20,17 @@ def operand_of(x: Array, order: Order, cuda: bool) -> Array:
     """x [N, K] bfloat16 as the other operand of widened weights of `order`: as `by_code` has it, at their power."""
     operand = by_code(x, order)
     return operand * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else operand
+
+
+def own_outputs(count: int, outputs: int) -> tuple[Array, Array]:
+    """Block of this program and its `count` of the block's `outputs` outputs, some of them perhaps past the end."""
+    tiles, program = -(-outputs // count), pl.program_id(0)
+    return lax.div(program, tiles), lax.rem(program, tiles) * count + jnp.arange(count, dtype=jnp.int32)
+
+
+def present_outputs(output: Array, outputs: int, count: int) -> Array | None:
+    """Which of a program's `count` outputs there are; None for all."""
+    return None if outputs % count == 0 else output < outputs
 
 
 def load_rows(

@@ -12,6 +12,8 @@ import openai
 import pytest
 
 from tests.helpers import servers
+from v41jax import engine_thread
+from v41jax.engine_requests import LiveRequest
 from v41jax.engine_thread import REFUSED_STEPS
 
 QUESTION = [{"role": "user", "content": "Count."}]
@@ -183,6 +185,7 @@ def test_a_step_that_is_refused_is_told_apart_from_an_engine_that_ends(checkpoin
             raise OSError("no such table")
 
         monkeypatch.setattr(engine.core._lookup, "step_rows", fail)
+        monkeypatch.setattr(engine_thread, "REFUSED_SECONDS", 0.0)
         *refused, last = [ask() for _ in range(REFUSED_STEPS)]
         assert refused == [(500, "step_refused", 200)] * (REFUSED_STEPS - 1)
         assert last == (500, "engine_failed", 503)
@@ -191,6 +194,18 @@ def test_a_step_that_is_refused_is_told_apart_from_an_engine_that_ends(checkpoin
         metrics = http.get("/metrics").text.splitlines()
         assert f"v41jax_requests_failed_total {REFUSED_STEPS}.0" in metrics
         assert f'v41jax_choices_total{{reason="failed"}} {REFUSED_STEPS}.0' in metrics
+
+
+def test_an_error_behind_a_step_is_no_fault_of_the_request(checkpoint, monkeypatch):
+    def fail(*_):
+        raise ValueError("a token too many")
+
+    with servers.open_engine(checkpoint) as engine, servers.running(engine) as server, server.http() as http:
+        monkeypatch.setattr(LiveRequest, "take", fail)
+        answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+        assert "token too many" not in answer.text
+        assert http.get("/health").json() == {"status": "failed", "error": "ValueError"}
 
 
 def test_options_that_make_no_sense_are_named():
