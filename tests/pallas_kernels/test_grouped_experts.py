@@ -380,3 +380,16 @@ def test_a_tpu_takes_the_kernel_and_reads_a_stack_of_layers_in_place():
         traced = str(jax.make_jaxpr(lambda *a: call(*a, layer=1))(x, ids, routing, *stacks))
     assert "pallas_call" in traced and "dynamic_slice" not in traced.split("pallas_call")[0]
     assert "2080 inner dims" in tpu.unsupported(x, *[ExpertWeights(jnp.zeros((1, 32, 1040), jnp.uint8), None)] * 2)
+
+
+@pytest.mark.parametrize("name", [-1, 5])
+def test_a_pair_held_elsewhere_runs_no_program(name):
+    """Its place keeps what was there, which interpret mode makes NaN: nothing was read for it either."""
+    case = expert_case(1, rows=2, experts=5, chosen=2, width=128, hidden=64, dtype=jnp.bfloat16)
+    case.expert_ids[0, 1] = name
+    x, ids, routing, *matrices = case.arrays()
+    found = triton_pairs.expert_outputs(
+        x, routing.reshape(-1), ids, jnp.asarray(case.valid), matrices, experts=5, layer=0, codes=None, cuda=False,
+        config=triton_pairs.config_for(128, 64, "cuda"), swiglu_limit=10.0, quantize_hidden=True, interpret=True,
+    )  # fmt: skip
+    assert np.isnan(np.asarray(found, np.float32)).all(axis=1).tolist() == [False, True, False, False]
