@@ -24,6 +24,7 @@ from pallas_kernels.grouped_experts.triton_many import ManyConfig, expert_output
 from pallas_kernels.grouped_experts.triton_pairs import MOST_PAIRS, PairConfig
 from pallas_kernels.grouped_experts.triton_parts import (
     activated,
+    call_tiles,
     load_rows,
     operand_of,
     own_outputs,
@@ -315,15 +316,8 @@ def _expert_outputs(
     lists = (blocks.expert, blocks.first, blocks.end, blocks.pair)
 
     def call(kernel: object, tile: Tile, outputs: int, name: str, *operands: Array) -> Array:
-        return backend.triton_call(
-            kernel,
-            jax.ShapeDtypeStruct((pairs, outputs), jnp.bfloat16),
-            grid=(blocks.expert.shape[0] * -(-outputs // tile.outputs),),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            interpret=interpret,
-            name=name,
-        )(*operands)
+        count = blocks.expert.shape[0]
+        return call_tiles(kernel, tile, count, (pairs, outputs), interpret=interpret, name=name)(*operands)
 
     activation = {"swiglu_limit": swiglu_limit, "quantize_hidden": quantize_hidden, "cuda": cuda}
     hidden = call(

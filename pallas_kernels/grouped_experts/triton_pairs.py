@@ -19,7 +19,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.grouped_experts.arrangement import BLOCK_WORDS, CODES, place_by_code, words_of
-from pallas_kernels.grouped_experts.triton_parts import activated, load_rows, operand_of, own_outputs, present_outputs
+from pallas_kernels.grouped_experts.triton_parts import (
+    activated,
+    call_tiles,
+    load_rows,
+    operand_of,
+    own_outputs,
+    present_outputs,
+)
 from pallas_kernels.grouped_experts.types import ExpertWeights, Order
 from pallas_kernels.grouped_experts.widening import first_group, groups_of_step, widen_e2m1
 
@@ -82,8 +89,12 @@ def _sums(
     order: Order,
     cuda: bool,
 ) -> list[Array]:
-    """Sums [outputs] float32 of every (words, scales) ref pair with row `row` of x, in the order of `by_code`."""
-    width = weights[0][0].shape[-1]
+    """Sums [outputs] float32 of every (words, scales) ref pair with row `row` of x, which is in the order of `by_code`.
+
+    Outputs past the last one give its sums.
+    """
+    _, outputs, width = weights[0][0].shape
+    output = jnp.minimum(output, outputs - 1)
     of_part = width // tile.parts
     column = jnp.arange(columns, dtype=jnp.int32)
     here = column < tile.parts
@@ -155,12 +166,11 @@ def _hidden_kernel(
 
     @pl.when(served)
     def _() -> None:
-        near = jnp.minimum(output, outputs - 1)
         refs = [(gate_words, gate_scales), (up_words, up_scales)]
         row = lax.div(pair, chosen)
         # Asked for here: nothing is read ahead of the barriers of the products.
         routing = backend.triton().load(routing_ref.at[pair])
-        gate, up = _sums(refs, expert, near, x_ref, row, tile, config.columns, order, activation["cuda"])
+        gate, up = _sums(refs, expert, output, x_ref, row, tile, config.columns, order, activation["cuda"])
         hidden = activated(gate[:, None], up[:, None], routing, **activation)
         place = place_by_code(output, outputs, next_order)
         _store(out_ref, pair, place, present_outputs(output, outputs, tile.outputs), hidden.reshape(tile.outputs))
@@ -188,8 +198,7 @@ def _down_kernel(
 
     @pl.when(served)
     def _() -> None:
-        near = jnp.minimum(output, outputs - 1)
-        [total] = _sums([(words_ref, scales_ref)], expert, near, hidden_ref, pair, tile, config.columns, order, cuda)
+        [total] = _sums([(words_ref, scales_ref)], expert, output, hidden_ref, pair, tile, config.columns, order, cuda)
         _store(out_ref, pair, output, present_outputs(output, outputs, tile.outputs), total.astype(out_ref.dtype))
 
 
@@ -231,15 +240,7 @@ def expert_outputs(
     known = {"config": config, "chosen": chosen, "experts": experts}
 
     def call(kernel: object, tile: PairTile, outputs: int, name: str, *operands: Array) -> Array:
-        return backend.triton_call(
-            kernel,
-            jax.ShapeDtypeStruct((pairs, outputs), jnp.bfloat16),
-            grid=(pairs * -(-outputs // tile.outputs),),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            interpret=interpret,
-            name=name,
-        )(*operands)
+        return call_tiles(kernel, tile, pairs, (pairs, outputs), interpret=interpret, name=name)(*operands)
 
     activation = {"swiglu_limit": swiglu_limit, "quantize_hidden": quantize_hidden, "cuda": cuda}
     hidden_kernel = functools.partial(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +23,32 @@ def operand_of(x: Array, order: Order, cuda: bool) -> Array:
     """x [N, K] bfloat16 as the other operand of widened weights of `order`: as `by_code` has it, at their power."""
     operand = by_code(x, order)
     return operand * jnp.bfloat16(2.0**OPERAND_POWER) if cuda else operand
+
+
+class Tiled(Protocol):
+    """How a product is cut: outputs, num_warps and num_stages of one program."""
+
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+def call_tiles(
+    kernel: Callable[..., None], tile: Tiled, blocks: int, results: tuple[int, int], *, interpret: bool, name: str
+) -> Callable[..., Array]:
+    """A launch of `kernel` with a program for each tile of the outputs of each block (`own_outputs`).
+
+    results: pairs and outputs of the bfloat16 array that it fills.
+    """
+    return backend.triton_call(
+        kernel,
+        jax.ShapeDtypeStruct(results, jnp.bfloat16),
+        grid=(blocks * -(-results[1] // tile.outputs),),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        name=name,
+    )
 
 
 def own_outputs(count: int, outputs: int) -> tuple[Array, Array]:
